@@ -1,0 +1,35 @@
+"""Packaging of the distribution ``vapo``: the ops (`vapo_kernels`) and the trainer (`vapo`)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="vapo",
+    version="0.1.0",
+    description="Fused Triton ops and a thin trainer for value-based policy optimisation of language models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["vapo", "vapo.*", "vapo_kernels", "vapo_kernels.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        'triton>=3.2; platform_system == "Linux"',
+        "transformers>=5,<5.40",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "tyro",
+        "rich",
+        "matplotlib",
+    ],
+    extras_require={
+        "flash": ["flash-attn"],
+        "tasks": ["reasoning-gym", "math-verify"],
+        "track": ["trackio", "tensorboard", "wandb"],
+        "bench": ["pytest-benchmark", "trl", "liger-kernel"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
+    },
+    entry_points={"console_scripts": ["vapo = vapo.cli:main"]},
+)
