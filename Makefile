@@ -36,6 +36,7 @@ clean:
 $(STAMP): setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "error: PYTHON=$(PYTHON) must be Python 3.10 or newer; try 'make PYTHON=python3.11'" >&2; exit 1; }
+	@echo 'Installing into $(VENV); this takes a minute or more, once.'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
