@@ -1,0 +1,62 @@
+"""What flows between the steps of the trainer. Every tensor over tokens is packed: S responses end to end, N tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Sampled responses with their rewards; prompts are kept apart, since no op ever sees them.
+
+    Attributes:
+        prompt_ids: [P] int64. The prompt of each response, end to end.
+        prompt_cu_seqlens: [S+1] int64. Bounds of the prompts in ``prompt_ids``.
+        token_ids: [N] int64. The sampled tokens, the end-of-sequence token included.
+        cu_seqlens: [S+1] int64. Bounds of the responses in every [N] tensor.
+        rewards: [N] float32. Zero except, perhaps, at each response's last sampled token.
+        is_correct: [S] bool. The verifier's word.
+        is_finished: [S] bool. False for a response that the length limit cut.
+    """
+
+    prompt_ids: Tensor
+    prompt_cu_seqlens: Tensor
+    token_ids: Tensor
+    cu_seqlens: Tensor
+    rewards: Tensor
+    is_correct: Tensor
+    is_finished: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64. Sampled tokens of each response."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def scores(self) -> Tensor:
+        """[S] float32. Sum of each response's rewards."""
+        return torch.segment_reduce(self.rewards, "sum", lengths=self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A rollout with all that the optimiser steps need to know; nothing here carries a gradient.
+
+    Attributes:
+        rollout: The responses.
+        old_logprobs: [N] float32. log π_old of the sampled tokens, Eq. 4.
+        old_values: [N] float32. V(s_t) when the responses were collected.
+        advantages: [N] float32. Eq. 5 with each response's λ_policy, whitened if the config says so.
+        returns: [N] float32. Eq. 9 with λ_critic.
+        lam_policy: [S] float32. λ of each response's advantages, Eq. 15.
+    """
+
+    rollout: Rollout
+    old_logprobs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    lam_policy: Tensor
