@@ -1,0 +1,61 @@
+"""From the verifier's word to rewards on packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vapo.tasks import Problem, Task
+
+
+def verify(task: Task, problems: Sequence[Problem], responses: Sequence[str], is_finished: Tensor) -> Tensor:
+    """Ask the verifier about each response. One that the length limit cut is wrong, whatever it says.
+
+    Args:
+        problems: S problems.
+        responses: S texts without special tokens.
+        is_finished: [S] bool.
+
+    Returns:
+        [S] bool: the response is correct.
+
+    Raises:
+        ValueError: If the three do not have the same length.
+    """
+    if not len(problems) == len(responses) == len(is_finished):
+        raise ValueError(
+            "problems, responses and is_finished must have the same length;"
+            f" got {len(problems)}, {len(responses)} and {len(is_finished)}"
+        )
+    correct = [task.is_correct(*pair) for pair in zip(problems, responses, strict=True)]
+    return torch.tensor(correct, dtype=torch.bool, device=is_finished.device) & is_finished
+
+
+def terminal_rewards(scores: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Place each response's score on its last sampled token, zero elsewhere (Eq. 8).
+
+    Args:
+        scores: [S] float32 or bool. The verifier's score of each response.
+        cu_seqlens: [S+1] int64. Bounds of the responses, each with one token or more.
+
+    Returns:
+        [N] float32.
+
+    Raises:
+        ValueError: If the shapes do not agree or a response is empty, since it has no token to carry its reward.
+
+    Example:
+        >>> terminal_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0, 2, 3]))
+        tensor([0., 1., 2.])
+    """
+    if scores.dim() != 1 or cu_seqlens.shape != (scores.numel() + 1,):
+        raise ValueError(
+            f"scores must be [S] and cu_seqlens [S+1]; got {tuple(scores.shape)} and {tuple(cu_seqlens.shape)}"
+        )
+    if bool((cu_seqlens.diff() < 1).any()):
+        raise ValueError(f"every response must have at least 1 token; got lengths {cu_seqlens.diff().tolist()}")
+    rewards = torch.zeros(int(cu_seqlens[-1]), device=scores.device)
+    rewards[cu_seqlens[1:] - 1] = scores.float()
+    return rewards
