@@ -1,0 +1,29 @@
+"""Fused ops for value-based policy optimisation of language models.
+
+Tensors on a CUDA device go through Triton kernels, CPU tensors through vectorised PyTorch;
+`vapo_kernels.reference` holds the same ops as the equations read.
+"""
+
+from vapo_kernels.gae import GAE, length_adaptive_lambda, packed_gae, padded_gae
+from vapo_kernels.policy_loss import PolicyLoss, logprob_policy_loss, policy_loss
+from vapo_kernels.token_logprobs import TokenLogprobs, token_logprobs
+from vapo_kernels.value_loss import ValueLoss, explained_variance, explained_variance_from, value_loss, value_moments
+from vapo_kernels.whiten import masked_whiten
+
+__all__ = [
+    "GAE",
+    "PolicyLoss",
+    "TokenLogprobs",
+    "ValueLoss",
+    "explained_variance",
+    "explained_variance_from",
+    "length_adaptive_lambda",
+    "logprob_policy_loss",
+    "masked_whiten",
+    "packed_gae",
+    "padded_gae",
+    "policy_loss",
+    "token_logprobs",
+    "value_loss",
+    "value_moments",
+]

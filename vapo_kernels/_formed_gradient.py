@@ -1,0 +1,115 @@
+"""A loss whose gradient was formed together with it.
+
+An op that has a row of logits at hand can write ∂loss/∂logits right away instead of reading the row again
+in backward. `attach` ties such a gradient to the loss: backward multiplies it by the upstream gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
+from vapo_kernels.row_softmax import is_aligned, row_ptr_of, row_strides
+
+BLOCK = 4096
+
+
+def attach(
+    loss: Tensor, inputs: list[Tensor], gradients: list[Tensor], *, scale: Tensor | None = None, in_place: bool = False
+) -> Tensor:
+    """``loss`` with ∂loss/∂inputs[i] = gradients[i] / scale.
+
+    With ``in_place`` backward scales the gradients where they lie (and not at all where the factor is 1),
+    so it runs once; without, it leaves them and may run again.
+    """
+    scale = loss.new_ones(()) if scale is None else scale
+    return _attach_op(loss.detach(), inputs, [gradient.detach() for gradient in gradients], scale, in_place)
+
+
+@torch.library.custom_op("vapo_kernels::attach_gradient", mutates_args=())
+def _attach_op(loss: Tensor, inputs: list[Tensor], gradients: list[Tensor], scale: Tensor, in_place: bool) -> Tensor:
+    return loss.clone()
+
+
+@_attach_op.register_fake
+def _(loss, inputs, gradients, scale, in_place):
+    return torch.empty_like(loss)
+
+
+def _save_for_backward(ctx, inputs, output):
+    _, variables, gradients, scale, ctx.in_place = inputs
+    ctx.num_inputs, ctx.has_run = len(variables), False
+    ctx.save_for_backward(scale, *gradients)
+
+
+def _backward(ctx, dloss):
+    if ctx.has_run:
+        raise RuntimeError(
+            "the gradient of this loss was formed in forward and given away by the first backward: call the loss again"
+        )
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("this loss has no second derivative: call backward without create_graph")
+    ctx.has_run = ctx.in_place
+    scale, *gradients = ctx.saved_tensors
+    factor = (dloss / scale).float()
+    if ctx.in_place:
+        for gradient in gradients:
+            rescale_op(gradient, factor)
+    else:
+        gradients = [gradient * factor.to(gradient.dtype) for gradient in gradients]
+    return None, list(gradients), [None] * ctx.num_inputs, None, None
+
+
+_attach_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@triton.jit(do_not_specialize=["numel", "inner_rows", "stride_outer"])
+def _rescale_kernel(
+    x_ptr,  # [N, V]
+    factor_ptr,  # []
+    numel,
+    inner_rows,
+    stride_outer,
+    stride_inner,
+    V,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program multiplies one row by the factor, or moves nothing where the factor is 1."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        row_ptr = row_ptr_of(x_ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED)
+        left = numel.to(tl.int64) - row * V
+        for first in range(0, V, BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
+            inside = (offsets < V) & (offsets < left)
+            x = tl.load(row_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * factor
+            tl.store(row_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("vapo_kernels::rescale_", mutates_args=("x",))
+def rescale_op(x: Tensor, factor: Tensor) -> None:
+    """x ← factor·x, reading and writing nothing where the factor is 1."""
+    if x.numel() == 0:
+        return
+    if not use_triton(x):
+        if factor != 1:
+            x.mul_(factor.to(x.dtype) if x.dtype == torch.float64 else factor)
+        return
+    if x.is_contiguous():
+        rows, V = -(-x.numel() // BLOCK), BLOCK
+        inner_rows, stride_outer, stride_inner = rows, 0, BLOCK
+    else:
+        V = x.shape[-1]
+        rows = x.numel() // V
+        _, inner_rows, stride_outer, stride_inner = row_strides(x)
+    with on_device_of(x):
+        _rescale_kernel[(rows,)](
+            x, factor, x.numel(), inner_rows, stride_outer, stride_inner, V,
+            ALIGNED=is_aligned(stride_outer, stride_inner), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+@rescale_op.register_fake
+def _(x, factor):
+    return None
