@@ -72,7 +72,7 @@ def logprob_policy_loss(
         tensor(0.5000)
         >>> out.loss.backward()
         >>> logprobs.grad
-        tensor([-0.5000, 0.0000])
+        tensor([-0.5000,  0.0000])
 
     Source: as `policy_loss`.
     """
