@@ -109,7 +109,7 @@ def _one_line(box: str) -> str:
             sections.append([])
         else:
             sections[-1].append(line)
-    message = " ".join(sections[1] if len(sections) > 1 else sections[0])
+    message = " ".join(sections[1] if len(sections) > 1 else sections[0]).removeprefix("Error parsing config: ")
     hint = next((lines[1].split()[0].rstrip(",") for lines in sections if lines[:1] == ["Perhaps you meant:"]), None)
     return message if hint is None else f"{message}. Perhaps you meant {hint}?"
 

@@ -253,7 +253,9 @@ def save_models(learner: Learner, task: Task, folder: Path) -> None:
 
 def small_lambda_warning(mean_lambda: float, config: Config) -> str:
     """Say what a small λ_policy means for a run."""
-    cause = f"α = {config.alpha} is small for responses this short" if config.length_adaptive_gae else "lam_policy is"
+    cause = f"lam_policy = {config.lam_policy:g} for all"
+    if config.length_adaptive_gae:
+        cause = f"α = {config.alpha:g} is small for responses this short"
     return (
         "the mean λ_policy of a batch fell below 0.5: rewards reach early tokens through the critic alone"
         f" ({cause}; first seen: {mean_lambda:.2f})"
