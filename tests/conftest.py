@@ -14,7 +14,9 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from vapo_kernels import _dispatch, gae, row_softmax
+from vapo_kernels import _dispatch, row_softmax
+from vapo_kernels.gae import blocked_scan
+from vapo_kernels.gae import kernel as gae_kernel
 
 _dispatch.INTERPRET = False
 # By name: `vapo_kernels.value_loss` is the function.
@@ -34,10 +36,13 @@ def poisoned_memory():
 
 
 def use_small_blocks(monkeypatch) -> None:
-    """The interpreter costs milliseconds a block: small blocks give several steps and programs to small inputs."""
+    """Several blocks, steps and programs for small inputs; the interpreter costs milliseconds a block."""
     monkeypatch.setattr(row_softmax, "BLOCK_V", 64)
-    monkeypatch.setattr(gae, "SHORT_BLOCK", 16)
-    monkeypatch.setattr(gae, "LONG_BLOCK", 32)
+    monkeypatch.setattr(gae_kernel, "SHORT_BLOCK", 16)
+    monkeypatch.setattr(gae_kernel, "LONG_BLOCK", 32)
+    monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
+    for name, value in (("SCAN_ROWS", 4), ("BLOCK_TOKENS", 100), ("MEAN_RUN", 3)):
+        monkeypatch.setattr(blocked_scan, name, value)
     for module in MODULES_WITH_BLOCK:
         monkeypatch.setattr(module, "BLOCK", 32)
 
@@ -46,6 +51,10 @@ def use_small_blocks(monkeypatch) -> None:
 def device(request, monkeypatch) -> torch.device:
     """The device to put inputs on; the parameter says which implementation computes there."""
     if request.param == "torch":
+        monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
+        monkeypatch.setattr(blocked_scan, "SCAN_ROWS", 4)
+        monkeypatch.setattr(blocked_scan, "BLOCK_TOKENS", 48)
+        monkeypatch.setattr(blocked_scan, "MEAN_RUN", 4)
         return torch.device("cpu")
     use_small_blocks(monkeypatch)
     if torch.cuda.is_available():
