@@ -14,6 +14,9 @@ if not torch.cuda.is_available():
 
 import pytest
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
 from vapo_kernels import _dispatch, row_softmax
 from vapo_kernels.gae import blocked_scan
 from vapo_kernels.gae import kernel as gae_kernel
@@ -41,23 +44,31 @@ def use_small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(gae_kernel, "SHORT_BLOCK", 16)
     monkeypatch.setattr(gae_kernel, "LONG_BLOCK", 32)
     monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
-    for name, value in (("SCAN_ROWS", 4), ("BLOCK_TOKENS", 100), ("MEAN_RUN", 3)):
+    for name, value in (("SCAN_ROWS", 4), ("BLOCK_TOKENS", 48), ("MEAN_RUN", 3)):
         monkeypatch.setattr(blocked_scan, name, value)
     for module in MODULES_WITH_BLOCK:
         monkeypatch.setattr(module, "BLOCK", 32)
 
 
+def convert_as_hardware_does(convert_float):
+    """The interpreter cuts a float32 off to a bfloat16; every GPU rounds it to the nearest."""
+
+    def convert(data, source, target, rounding_mode):
+        if (source.name, target.name) == ("fp32", "bf16"):
+            return torch.from_numpy(data.view("float32").copy()).bfloat16().view(torch.uint16).numpy()
+        return convert_float(data, source, target, rounding_mode)
+
+    return convert
+
+
 @pytest.fixture(params=["torch", "triton"])
 def device(request, monkeypatch) -> torch.device:
     """The device to put inputs on; the parameter says which implementation computes there."""
-    if request.param == "torch":
-        monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
-        monkeypatch.setattr(blocked_scan, "SCAN_ROWS", 4)
-        monkeypatch.setattr(blocked_scan, "BLOCK_TOKENS", 48)
-        monkeypatch.setattr(blocked_scan, "MEAN_RUN", 4)
-        return torch.device("cpu")
     use_small_blocks(monkeypatch)
+    if request.param == "torch":
+        return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda")
+    monkeypatch.setattr(interpreter, "_convert_float", convert_as_hardware_does(interpreter._convert_float))
     monkeypatch.setattr(_dispatch, "INTERPRET", True)
     return torch.device("cpu")
