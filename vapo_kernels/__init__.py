@@ -5,7 +5,8 @@ Tensors on a CUDA device go through Triton kernels, CPU tensors through vectoris
 """
 
 from vapo_kernels.gae import GAE, length_adaptive_lambda, packed_gae, padded_gae
-from vapo_kernels.policy_loss import PolicyLoss, logprob_policy_loss, policy_loss
+from vapo_kernels.linear_token_logprobs import linear_token_logprobs
+from vapo_kernels.policy_loss import PolicyLoss, linear_policy_loss, logprob_policy_loss, policy_loss
 from vapo_kernels.token_logprobs import TokenLogprobs, token_logprobs
 from vapo_kernels.value_loss import ValueLoss, explained_variance, explained_variance_from, value_loss, value_moments
 from vapo_kernels.whiten import masked_whiten
@@ -18,6 +19,8 @@ __all__ = [
     "explained_variance",
     "explained_variance_from",
     "length_adaptive_lambda",
+    "linear_policy_loss",
+    "linear_token_logprobs",
     "logprob_policy_loss",
     "masked_whiten",
     "packed_gae",

@@ -18,7 +18,7 @@ def expect(condition: bool, name: str, expected: str, got: object) -> None:
 def expect_tensor(
     x: object, name: str, *, like: Tensor, shape: torch.Size | tuple | None = None, dtypes: tuple | None = None
 ) -> None:
-    """Check that ``x`` is a tensor on the device of ``like``, of the given shape and one of the dtypes (None: floating)."""
+    """Check that ``x`` is a tensor on the device of ``like``, of the shape and one of the dtypes (None: floating)."""
     expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
     expect(x.device == like.device, name, f"a tensor on {like.device}", f"one on {x.device}")
     if shape is not None:

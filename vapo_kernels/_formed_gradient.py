@@ -62,14 +62,17 @@ def _backward(ctx, dloss):
 _attach_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-@triton.jit(do_not_specialize=["numel", "inner_rows", "stride_outer"])
+@triton.jit(
+    do_not_specialize=["numel", "inner_rows", "stride_outer", "stride_inner"],
+    do_not_specialize_on_alignment=["factor_ptr"],
+)
 def _rescale_kernel(
     x_ptr,  # [N, V]
     factor_ptr,  # []
-    numel,
-    inner_rows,
-    stride_outer,
-    stride_inner,
+    numel: tl.int64,
+    inner_rows: tl.int32,
+    stride_outer: tl.int64,
+    stride_inner: tl.int64,
     V,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,6 +83,8 @@ def _rescale_kernel(
     if factor != 1.0:
         row_ptr = row_ptr_of(x_ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED)
         left = numel.to(tl.int64) - row * V
+        if ALIGNED:
+            left = tl.multiple_of(left, 16)
         for first in range(0, V, BLOCK):
             offsets = first + tl.arange(0, BLOCK)
             inside = (offsets < V) & (offsets < left)
@@ -106,7 +111,7 @@ def rescale_op(x: Tensor, factor: Tensor) -> None:
     with on_device_of(x):
         _rescale_kernel[(rows,)](
             x, factor, x.numel(), inner_rows, stride_outer, stride_inner, V,
-            ALIGNED=is_aligned(stride_outer, stride_inner), BLOCK=BLOCK, num_warps=8,
+            ALIGNED=is_aligned(stride_outer, stride_inner, x.shape[-1]), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ its inputs up to float64, differentiates through autograd, and is written as the
 of it is fast. Eq. numbers are those of ``docs/maths.md``.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def packed_gae(
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     advantages, returns = torch.zeros_like(rewards, dtype=dtype), torch.zeros_like(rewards, dtype=dtype)
     bounds = cu_seqlens.tolist()
-    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for s, (start, end) in enumerate(itertools.pairwise(bounds)):
         tokens = [t for t in range(start, end) if mask[t]]
         lam_p = (
             length_adaptive_lambda(torch.tensor(len(tokens), dtype=dtype), alpha=alpha)

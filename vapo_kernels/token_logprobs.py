@@ -87,8 +87,13 @@ def expect_rows(logits: Tensor, token_ids: Tensor, mask: Tensor | None, temperat
     expect_tensor(token_ids, "token_ids", like=logits, shape=shape, dtypes=INDEX_DTYPES)
     if mask is not None:
         expect_mask(mask, "mask", like=logits, shape=shape)
+    expect_temperature(temperature, like=logits, shape=shape)
+
+
+def expect_temperature(temperature: float | Tensor, *, like: Tensor, shape: torch.Size) -> None:
+    """Check τ: a number > 0, or one for each token."""
     if isinstance(temperature, Tensor):
-        expect_tensor(temperature, "temperature", like=logits, shape=shape)
+        expect_tensor(temperature, "temperature", like=like, shape=shape)
     else:
         expect_number(temperature, "temperature", "a number > 0 or a tensor [...]", low=0, open_low=True)
 
@@ -98,7 +103,12 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (flat(temperature), 1.0) if isinstance(temperature, Tensor) else (None, 1.0 / float(temperature))
 
 
-@triton.jit(do_not_specialize=["inner_rows", "stride_outer", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows", "inner_rows", "stride_outer", "stride_inner"],
+    do_not_specialize_on_alignment=[
+        "token_ids_ptr", "mask_ptr", "temperature_ptr", "logprobs_ptr", "entropy_ptr", "statistics_ptr",
+    ],
+)  # fmt: skip
 def _token_logprobs_kernel(
     logits_ptr,  # [N, V]
     token_ids_ptr,  # [N]
@@ -107,10 +117,10 @@ def _token_logprobs_kernel(
     logprobs_ptr,  # [N] float32
     entropy_ptr,  # [N] float32
     statistics_ptr,  # [2, N] float32: log-sum-exp, 1 − p_y
-    num_rows,
-    inner_rows,
-    stride_outer,
-    stride_inner,
+    num_rows: tl.int64,
+    inner_rows: tl.int32,
+    stride_outer: tl.int64,
+    stride_inner: tl.int64,
     inv_temperature,
     V,
     ALIGNED: tl.constexpr,
@@ -139,7 +149,12 @@ def _token_logprobs_kernel(
     tl.store(statistics_ptr + num_rows.to(tl.int64) + row, p_other)
 
 
-@triton.jit(do_not_specialize=["inner_rows", "stride_outer", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows", "inner_rows", "stride_outer", "stride_inner"],
+    do_not_specialize_on_alignment=[
+        "dlogprobs_ptr", "dentropy_ptr", "token_ids_ptr", "mask_ptr", "temperature_ptr", "entropy_ptr", "statistics_ptr",
+    ],
+)  # fmt: skip
 def _token_logprobs_backward_kernel(
     dlogprobs_ptr,  # [N]
     dentropy_ptr,  # [N]
@@ -150,10 +165,10 @@ def _token_logprobs_backward_kernel(
     entropy_ptr,  # [N] float32
     statistics_ptr,  # [2, N] float32
     dlogits_ptr,  # [N, V], contiguous
-    num_rows,
-    inner_rows,
-    stride_outer,
-    stride_inner,
+    num_rows: tl.int64,
+    inner_rows: tl.int32,
+    stride_outer: tl.int64,
+    stride_inner: tl.int64,
     inv_temperature,
     V,
     ALIGNED: tl.constexpr,
@@ -186,9 +201,19 @@ def token_logprobs_op(
     logits: Tensor, token_ids: Tensor, mask: Tensor | None, temperatures: Tensor | None, inv_temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs [N], entropies [N] and (log-sum-exp, 1 − p_y) [2, N] of the rows of logits [..., V]."""
+    expect_ids_inside(token_ids, mask, logits.shape[-1])
+    return compute_statistics(logits, token_ids, mask, temperatures, inv_temperature)
+
+
+@token_logprobs_op.register_fake
+def _(logits, token_ids, *_):
+    rows = torch.empty_like(token_ids, dtype=torch.float32)
+    return rows, torch.empty_like(rows), rows.new_empty(2, rows.shape[0])
+
+
+def compute_statistics(logits, token_ids, mask, temperatures, inv_temperature) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `token_logprobs_op`, whose checks have been made."""
     num_rows, V = token_ids.numel(), logits.shape[-1]
-    if not logits.is_cuda:
-        expect_ids_inside(token_ids, mask, V)
     if not use_triton(logits):
         return _token_logprobs_torch(logits, token_ids, mask, temperatures, inv_temperature)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -202,12 +227,6 @@ def token_logprobs_op(
                 HAS_MASK=mask is not None, HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
             )  # fmt: skip
     return logprobs, entropy, statistics
-
-
-@token_logprobs_op.register_fake
-def _(logits, token_ids, *_):
-    rows = torch.empty_like(token_ids, dtype=torch.float32)
-    return rows, torch.empty_like(rows), rows.new_empty(2, rows.shape[0])
 
 
 @torch.library.custom_op("vapo_kernels::token_logprobs_backward", mutates_args=())
@@ -224,6 +243,21 @@ def token_logprobs_backward_op(
 ) -> Tensor:
     """∂L/∂logits, contiguous."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    write_gradient(
+        dlogits, dlogprobs, dentropy, logits, token_ids, mask, temperatures, inv_temperature, entropy, statistics
+    )
+    return dlogits
+
+
+@token_logprobs_backward_op.register_fake
+def _(dlogprobs, dentropy, logits, *_):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def write_gradient(
+    dlogits, dlogprobs, dentropy, logits, token_ids, mask, temperatures, inv_temperature, entropy, statistics
+) -> None:
+    """∂L/∂logits from upstream gradients [N], into contiguous ``dlogits``, which may be ``logits``."""
     num_rows, V = token_ids.numel(), logits.shape[-1]
     # An expanded upstream gradient has stride 0.
     dlogprobs, dentropy = dlogprobs.contiguous(), dentropy.contiguous()
@@ -237,7 +271,7 @@ def token_logprobs_backward_op(
                 a, b = a.masked_fill(~sampled, 0.0), b.masked_fill(~sampled, 0.0)
             out = dlogits.view(-1, V)[at]
             write_gradient_of_rows(rows, out, token_ids[at], a, b, entropy[at], lse[at], p_other[at], tau)
-        return dlogits
+        return
     rows, inner_rows, stride_outer, stride_inner = row_strides(logits)
     if num_rows > 0:
         with on_device_of(logits):
@@ -247,12 +281,6 @@ def token_logprobs_backward_op(
                 ALIGNED=is_aligned(stride_outer, stride_inner, V),
                 HAS_MASK=mask is not None, HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
             )  # fmt: skip
-    return dlogits
-
-
-@token_logprobs_backward_op.register_fake
-def _(dlogprobs, dentropy, logits, *_):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _save_for_backward(ctx, inputs, output):

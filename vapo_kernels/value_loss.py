@@ -184,7 +184,12 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return explained_variance_from(value_moments(values, returns, mask))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "values_ptr", "returns_ptr", "mask_ptr", "old_values_ptr", "num_tokens_ptr", "sums_ptr", "dvalues_ptr",
+    ],
+)  # fmt: skip
 def _value_loss_kernel(
     values_ptr,  # [N]
     returns_ptr,  # [N]
@@ -193,7 +198,7 @@ def _value_loss_kernel(
     num_tokens_ptr,  # [] float32
     sums_ptr,  # [2, N] float32: error, is clipped
     dvalues_ptr,  # [N] float32
-    num_rows,
+    num_rows: tl.int64,
     clip,
     HAS_CLIP: tl.constexpr,
     BLOCK: tl.constexpr,

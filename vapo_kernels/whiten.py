@@ -56,13 +56,15 @@ def masked_moments(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
     return moments_op(x, mask, y).sum(1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_ptr", "y_ptr", "mask_ptr", "moments_ptr"]
+)
 def _moments_kernel(
     x_ptr,  # [N]
     y_ptr,  # [N], or None
     mask_ptr,  # [N] bool
     moments_ptr,  # [5, programs] float64
-    num_rows,
+    num_rows: tl.int64,
     HAS_Y: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -105,13 +107,15 @@ def _(x, mask, y):
     return torch.empty(5, blocks, dtype=torch.float64, device=x.device)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_ptr", "mask_ptr", "shift_scale_ptr", "out_ptr"]
+)
 def _whiten_kernel(
     x_ptr,  # [N]
     mask_ptr,  # [N] bool
     shift_scale_ptr,  # [2] float32
     out_ptr,  # [N] float32
-    num_rows,
+    num_rows: tl.int64,
     BLOCK: tl.constexpr,
 ):
     """One program shifts and scales BLOCK places."""

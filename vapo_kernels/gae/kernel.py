@@ -11,7 +11,7 @@ from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
 from vapo_kernels.gae.blocked_scan import gae_torch
 
 # A sequence of at most SHORT_BLOCK tokens is one step of a program; a longer one takes LONG_BLOCK a step.
-SHORT_BLOCK, LONG_BLOCK = 256, 4096
+SHORT_BLOCK, LONG_BLOCK = 256, 2048
 
 
 @triton.jit
@@ -71,7 +71,14 @@ def _adaptive_lambda(length, alpha):
     return tl.where(length > 0, tl.minimum(tl.maximum(lam, 0.0), 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "row_length"])
+# A sequence starts anywhere in a packing, so loads are 32 bits wide whatever the alignment of the tensors.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "row_length"],
+    do_not_specialize_on_alignment=[
+        "rewards_ptr", "values_ptr", "mask_ptr", "cu_seqlens_ptr", "lam_policy_ptr", "lam_critic_ptr", "bootstrap_ptr",
+        "advantages_ptr", "returns_ptr",
+    ],
+)  # fmt: skip
 def _gae_kernel(
     rewards_ptr,  # [N]
     values_ptr,  # [N]
@@ -82,9 +89,9 @@ def _gae_kernel(
     bootstrap_ptr,  # [S], or None
     advantages_ptr,  # [N] float32
     returns_ptr,  # [N] float32
-    num_tokens,
-    num_sequences,
-    row_length,
+    num_tokens: tl.int64,
+    num_sequences: tl.int64,
+    row_length: tl.int64,
     gamma,
     lam_policy,
     lam_critic,

@@ -149,7 +149,15 @@ def _expect_writable(logits: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner_rows", "stride_outer", "out_inner_rows", "out_stride_outer"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "inner_rows", "stride_outer", "stride_inner", "out_inner_rows", "out_stride_outer", "out_stride_inner",
+    ],
+    do_not_specialize_on_alignment=[
+        "token_ids_ptr", "old_logprobs_ptr", "advantages_ptr", "mask_ptr", "is_correct_ptr", "token_weights_ptr",
+        "ref_logprobs_ptr", "temperature_ptr", "denominators_ptr", "terms_ptr", "logprobs_ptr",
+    ],
+)  # fmt: skip
 def _policy_loss_kernel(
     logits_ptr,  # [N, V]
     dlogits_ptr,  # [N, V], may be logits
@@ -164,13 +172,13 @@ def _policy_loss_kernel(
     denominators_ptr,  # [3] float32
     terms_ptr,  # [6, N] float32
     logprobs_ptr,  # [N] float32
-    num_rows,
-    inner_rows,
-    stride_outer,
-    stride_inner,
-    out_inner_rows,
-    out_stride_outer,
-    out_stride_inner,
+    num_rows: tl.int64,
+    inner_rows: tl.int32,
+    stride_outer: tl.int64,
+    stride_inner: tl.int64,
+    out_inner_rows: tl.int32,
+    out_stride_outer: tl.int64,
+    out_stride_inner: tl.int64,
     inv_temperature,
     clip_low,
     clip_high,
@@ -229,7 +237,7 @@ def _policy_loss_kernel(
         write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, lse, p_other, inv_temperature, V, BLOCK)
 
 
-def _compute(
+def compute_rows(
     logits: Tensor,
     dlogits: Tensor | None,
     token_ids: Tensor,
@@ -240,8 +248,6 @@ def _compute(
     numbers,
 ):
     """Terms [6, N] and log-probs [N]; the gradient goes into ``dlogits``, which may be ``logits``."""
-    if not logits.is_cuda:
-        expect_ids_inside(token_ids, tokens.mask, logits.shape[-1])
     if not use_triton(logits):
         return _compute_torch(logits, dlogits, token_ids, tokens, temperatures, inv_temperature, divisors, numbers)
     num_rows, V = token_ids.numel(), logits.shape[-1]
@@ -301,9 +307,10 @@ def policy_loss_op(
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Terms [6, N], log-probs [N] and ∂loss/∂logits (empty without ``with_gradient``)."""
+    expect_ids_inside(token_ids, mask, logits.shape[-1])
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
     dlogits = torch.empty(logits.shape if with_gradient else (0,), dtype=logits.dtype, device=logits.device)
-    sums, logprobs = _compute(
+    sums, logprobs = compute_rows(
         logits,
         dlogits if with_gradient else None,
         token_ids,
@@ -343,8 +350,9 @@ def policy_loss_inplace_op(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Terms [6, N] and log-probs [N]; logits become ∂loss/∂logits."""
+    expect_ids_inside(token_ids, mask, logits.shape[-1])
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    return _compute(
+    return compute_rows(
         logits, logits, token_ids, tokens, temperatures, inv_temperature, denominators, Coefficients(*coefficients)
     )
 

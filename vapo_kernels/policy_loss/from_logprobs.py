@@ -106,7 +106,14 @@ def logprob_policy_loss(
     return out._replace(loss=_formed_gradient.attach(out.loss, inputs, gradients)) if inputs else out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# The mask of the last block ends anywhere, so loads are 32 bits wide whatever the alignment.
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "logprobs_ptr", "entropy_ptr", "old_logprobs_ptr", "advantages_ptr", "mask_ptr", "is_correct_ptr",
+        "token_weights_ptr", "ref_logprobs_ptr", "denominators_ptr", "terms_ptr", "clean_ptr", "dlogprobs_ptr",
+    ],
+)  # fmt: skip
 def _logprob_policy_loss_kernel(
     logprobs_ptr,  # [N]
     entropy_ptr,  # [N], or None
@@ -120,7 +127,7 @@ def _logprob_policy_loss_kernel(
     terms_ptr,  # [6, N] float32
     clean_ptr,  # [N] float32
     dlogprobs_ptr,  # [N] float32
-    num_rows,
+    num_rows: tl.int64,
     clip_low,
     clip_high,
     dual_clip,
@@ -186,7 +193,7 @@ def logprob_policy_loss_op(
                 logprobs, entropy, *tokens, denominators, sums, clean, dlogprobs, num_rows, *numbers[:5],
                 HAS_ENTROPY=entropy is not None, HAS_CORRECT=is_correct is not None,
                 HAS_WEIGHTS=token_weights is not None, HAS_REF=ref_logprobs is not None,
-                HAS_DUAL_CLIP=numbers.dual_clip > 0, BLOCK=BLOCK,
+                HAS_DUAL_CLIP=numbers.dual_clip > 0, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
     return sums, clean, dlogprobs
 
