@@ -76,8 +76,8 @@ class Config:
     """AdamW learning rate of the critic, in value pretraining too, > 0. Paper: 2e-6."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
-    micro_batch_tokens: int = 4096
-    """Tokens, padding included, that go through a model at once; changes memory and speed, not the result."""
+    micro_batch_tokens: int = 2048
+    """Tokens, padding included, that go through a model at once; changes memory and speed, and the result by rounding only."""
 
     warm_start_steps: int = 220
     """Supervised steps on demonstrations before anything else; 0: start from random weights."""

@@ -199,6 +199,7 @@ def pretrained_critic(
     )
     for step, metrics in enumerate(phase, 1):
         log.log("value_pretraining", step, metrics)
+    log.progress.total_steps -= config.pretraining_steps - step
     critic.save_pretrained(folder)
     return load_critic(folder, policy.device)
 

@@ -1,5 +1,7 @@
 """One optimiser step: any split into micro-batches adds up to the undivided step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -94,6 +96,14 @@ def test_without_a_correct_response_the_nll_is_zero(policy, batch):
     assert torch.equal(gradient, same)
 
 
+def test_the_ratio_is_1_at_any_temperature_before_the_first_step(policy, batch):
+    old_logprobs = rollout_logprobs(policy, batch.rollout, Config(temperature=0.5))
+    batch = replace(batch, old_logprobs=old_logprobs)
+    terms, _ = policy_step(policy, batch, temperature=0.5)
+    assert terms["ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert terms["pg_loss"] == pytest.approx(-batch.advantages.mean().item(), abs=1e-5)
+
+
 def test_a_mini_batch_is_the_mean_over_its_own_tokens(policy, batch):
     first, _ = policy_step(policy, batch, rows=torch.tensor([0, 2]))
     second, _ = policy_step(policy, batch, rows=torch.tensor([1, 3]))
@@ -104,7 +114,7 @@ def test_a_mini_batch_is_the_mean_over_its_own_tokens(policy, batch):
 def test_update_policy_moves_towards_what_was_better_than_expected(policy, batch):
     before = rollout_logprobs(policy, batch.rollout, Config())
     signs = torch.tensor([1.0, 1, 1, -1, -1, -1, 1, 1, 1, 1, 1])
-    batch = Batch(batch.rollout, before, batch.old_values, signs, batch.returns, batch.lam_policy)
+    batch = replace(batch, old_logprobs=before, advantages=signs)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
     metrics = update_policy(policy, optimizer, batch, all_rows(batch.rollout), Config(positive_nll=False))
     after = rollout_logprobs(policy, batch.rollout, Config())
