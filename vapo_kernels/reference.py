@@ -165,7 +165,7 @@ def value_loss(values, returns, mask, *, old_values=None, clip=None, num_tokens=
     losses, is_clipped = (values - returns).square() / 2, torch.zeros_like(mask)
     if clip is not None:
         old_values = old_values.masked_fill(~mask, 0.0).to(values.dtype)
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        clipped = values.clamp(old_values - clip, old_values + clip)
         clipped_losses = (clipped - returns).square() / 2
         is_clipped = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)

@@ -46,7 +46,7 @@ def value_loss(
     """Squared error of the critic, averaged over the tokens of the optimiser step.
 
         L_V = (1/num_tokens) Σ_t ½ (V(s_t) − R̂_t)²                                              (Eq. 10)
-        clipped: ½ max((V − R̂)², (V_old + clip(V − V_old, −c, c) − R̂)²)
+        clipped: ½ max((V − R̂)², (clip(V, V_old − c, V_old + c) − R̂)²)
 
     R̂_t is constant: the values inside it come from the rollout, so Eq. 12 (½ Â²) has no useful gradient and
     is never used. A masked place is not read and gets gradient 0; a count below 1 divides by 1. Backward may
@@ -152,8 +152,8 @@ def explained_variance_from(moments: Tensor) -> Tensor:
     n = n.clamp(min=1)
     variance = square / n - (total / n).square()
     unexplained = (error_square / n - (error / n).square()).clamp(min=0)
-    varies = variance > ROUNDING * (square / n)
-    return torch.where(varies, 1 - unexplained / torch.where(varies, variance, 1.0), 0.0)
+    constant = variance <= ROUNDING * (square / n)
+    return torch.where(constant, 0.0, 1 - unexplained / torch.where(constant, 1.0, variance))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -216,13 +216,14 @@ def _value_loss_kernel(
     is_clipped = tl.zeros((BLOCK,), tl.int1)
     if HAS_CLIP:
         old_value = tl.load(old_values_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
-        move = value - old_value
-        move = tl.where(move > clip, clip, tl.where(move < -clip, -clip, move))
-        clipped_difference = old_value + move - returned
+        # The bounds are clamped to, not the difference added back: a value inside them stays itself, bit by bit.
+        clipped = tl.where(value > old_value + clip, old_value + clip, value)
+        clipped = tl.where(value < old_value - clip, old_value - clip, clipped)
+        clipped_difference = clipped - returned
         clipped_error = 0.5 * clipped_difference * clipped_difference
         is_clipped = clipped_error > error
         error = tl.where(is_clipped, clipped_error, error)
-        slope = tl.where(is_clipped, tl.where(tl.abs(value - old_value) <= clip, clipped_difference, 0.0), slope)
+        slope = tl.where(is_clipped, 0.0, slope)
     tl.store(sums_ptr + offsets, error, mask=inside)
     tl.store(sums_ptr + num_rows + offsets, is_clipped.to(tl.float32), mask=inside)
     tl.store(dvalues_ptr + offsets, slope / tl.load(num_tokens_ptr), mask=inside)
@@ -260,10 +261,9 @@ def _value_loss_torch(values, returns, mask, old_values, num_tokens, clip) -> tu
     error, slope, is_clipped = difference.square() / 2, difference, torch.zeros_like(mask)
     if old_values is not None:
         old_values = old_values.float().masked_fill(~mask, 0.0)
-        clipped_difference = old_values + (values - old_values).clamp(-clip, clip) - returns
+        clipped_difference = values.clamp(old_values - clip, old_values + clip) - returns
         clipped_error = clipped_difference.square() / 2
         is_clipped = clipped_error > error
-        within = (values - old_values).abs() <= clip
-        slope = torch.where(is_clipped, torch.where(within, clipped_difference, 0.0), slope)
+        slope = torch.where(is_clipped, 0.0, slope)
         error = torch.where(is_clipped, clipped_error, error)
     return torch.stack([error, is_clipped.float()]), slope / num_tokens
