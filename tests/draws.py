@@ -81,6 +81,12 @@ def cast(inputs: dict, dtype: torch.dtype) -> dict:
     }
 
 
+def split(inputs: dict, sizes: list[int]) -> list[dict]:
+    """The arguments of each micro-batch: tensors are cut along their first dimension, the rest is the same for all."""
+    cut = {name: x.split(sizes) for name, x in inputs.items() if isinstance(x, Tensor) and x.dim() > 0}
+    return [{**inputs, **{name: parts[i] for name, parts in cut.items()}} for i in range(len(sizes))]
+
+
 def run(op, inputs: dict, wrt: str | list[str], *, upstream: float = 1.0):
     """The result of a loss op, and the gradients of ``upstream·loss`` to the named arguments."""
     names = [wrt] if isinstance(wrt, str) else wrt

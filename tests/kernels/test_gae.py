@@ -1,5 +1,7 @@
 """packed_gae, padded_gae and length_adaptive_lambda (Eq. 5-9, 13-15)."""
 
+import itertools
+
 import pytest
 import torch
 from draws import DTYPES, cast, on, packed_inputs
@@ -128,10 +130,7 @@ def test_identities(device, lengths):
     rewards = torch.randint(-4, 5, inputs["rewards"].shape).float().to(device)
     bootstrap = torch.randint(-4, 5, bootstrap.shape).float().to(device)
     suffix = torch.cat(
-        [
-            rewards[a:b].flip(0).cumsum(0).flip(0) + bootstrap[s]
-            for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
+        [rewards[a:b].flip(0).cumsum(0).flip(0) + bootstrap[s] for s, (a, b) in enumerate(itertools.pairwise(bounds))]
     )
     critics = (torch.zeros_like(rewards), inputs["values"], 1e30 * inputs["values"])
     for values in critics:
@@ -142,7 +141,7 @@ def test_identities(device, lengths):
     # λ = 0 is δ, one token at a time.
     values = inputs["values"].double().cpu()
     delta = inputs["rewards"].double().cpu() - values
-    for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
         delta[a:b] += 0.9 * torch.cat([values[a + 1 : b], inputs["bootstrap_values"][s : s + 1].double().cpu()])
     out = packed_gae(
         inputs["rewards"],
