@@ -89,7 +89,13 @@ def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings
         *options(small_settings | {"steps": 100_000}),
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A test run in the background of a shell ignores SIGINT, and its children would as well.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         samples = folder / "samples.jsonl"
