@@ -43,6 +43,7 @@ def use_small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(row_softmax, "BLOCK_V", 64)
     monkeypatch.setattr(gae_kernel, "SHORT_BLOCK", 16)
     monkeypatch.setattr(gae_kernel, "LONG_BLOCK", 32)
+    monkeypatch.setattr(gae_kernel, "ROW_WIDTH", 8)
     monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
     monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 2048)
     monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)

@@ -18,6 +18,7 @@ from vapo_kernels._dispatch import tl, triton
 
 # Columns that a program holds at once.
 BLOCK_V = 4096
+WARP_LANES = 64 if torch.version.hip else 32
 # Elements of a chunk of rows on the CPU path: 4 MiB of float32.
 CHUNK_ELEMENTS = 1 << 20
 
@@ -131,9 +132,9 @@ def write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, lse, p_other, inv
 
 
 def launch_parameters(V: int) -> dict:
-    """Block and warps for rows of V columns: 8 columns a thread keep every variant below 65 registers without a spill."""
+    """Block and warps for rows of V columns; with 8 columns a thread no variant spills or needs over 64 registers."""
     block = min(BLOCK_V, triton.next_power_of_2(V))
-    return {"BLOCK": block, "num_warps": max(1, block // 256)}
+    return {"BLOCK": block, "num_warps": max(1, block // (8 * WARP_LANES))}
 
 
 def is_aligned(*strides: int) -> bool:

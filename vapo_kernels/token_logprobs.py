@@ -152,7 +152,8 @@ def _token_logprobs_kernel(
 @triton.jit(
     do_not_specialize=["num_rows", "inner_rows", "stride_outer", "stride_inner"],
     do_not_specialize_on_alignment=[
-        "dlogprobs_ptr", "dentropy_ptr", "token_ids_ptr", "mask_ptr", "temperature_ptr", "entropy_ptr", "statistics_ptr",
+        "dlogprobs_ptr", "dentropy_ptr", "token_ids_ptr", "mask_ptr", "temperature_ptr", "entropy_ptr",
+        "statistics_ptr",
     ],
 )  # fmt: skip
 def _token_logprobs_backward_kernel(

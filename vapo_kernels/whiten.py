@@ -97,7 +97,9 @@ def moments_op(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
     moments = torch.empty(5, num_blocks, dtype=torch.float64, device=x.device)
     if num_blocks > 0:
         with on_device_of(x):
-            _moments_kernel[(num_blocks,)](x, y, mask, moments, x.numel(), HAS_Y=y is not None, BLOCK=BLOCK)
+            _moments_kernel[(num_blocks,)](
+                x, y, mask, moments, x.numel(), HAS_Y=y is not None, BLOCK=BLOCK, num_warps=8
+            )
     return moments
 
 

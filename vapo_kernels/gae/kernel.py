@@ -12,6 +12,8 @@ from vapo_kernels.gae.blocked_scan import gae_torch
 
 # A sequence of at most SHORT_BLOCK tokens is one step of a program; a longer one takes LONG_BLOCK a step.
 SHORT_BLOCK, LONG_BLOCK = 256, 2048
+# A block is scanned as rows of as many tokens as a warp has lanes.
+ROW_WIDTH = 32
 
 
 @triton.jit
@@ -21,14 +23,28 @@ def _compose(decay_later, add_later, decay, add):
 
 
 @triton.jit
-def _scan(value, reward, sampled, carry, lam, gamma, lane, BLOCK: tl.constexpr):
-    """B_{t+1} of every token of a block, and B of its first token, from the B behind the block."""
+def _scan(value, reward, sampled, carry, lam, gamma, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """B_{t+1} of every token of a [ROWS, WIDTH] block, and B of its first token, from the B behind the block.
+
+    Rows are scanned first, each by one warp, then their totals: one scan over all lanes spills registers.
+    """
     decay = tl.where(sampled, gamma * lam, 1.0)
     add = tl.where(sampled, (1.0 - lam) * value + lam * reward, 0.0)
-    decay, add = tl.associative_scan((decay, add), 0, _compose, reverse=True)
-    b = add + decay * carry
-    later = tl.gather(b, tl.minimum(lane + 1, BLOCK - 1), 0)
-    return tl.where(lane == BLOCK - 1, carry, later), tl.sum(tl.where(lane == 0, b, 0.0), 0)
+    decay, add = tl.associative_scan((decay, add), 1, _compose, reverse=True)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    is_first = column == 0
+    row_decay, row_add = tl.sum(tl.where(is_first, decay, 0.0), 1), tl.sum(tl.where(is_first, add, 0.0), 1)
+    row_decay, row_add = tl.associative_scan((row_decay, row_add), 0, _compose, reverse=True)
+    b_row = row_add + row_decay * carry
+    behind = tl.where(row == ROWS - 1, carry, tl.gather(b_row, tl.minimum(row + 1, ROWS - 1), 0))[:, None]
+    b = add + decay * behind
+    later = tl.gather(b, tl.broadcast_to(tl.minimum(column + 1, WIDTH - 1), (ROWS, WIDTH)), 1)
+    return tl.where(column == WIDTH - 1, behind, later), tl.sum(tl.where(row == 0, b_row, 0.0), 0)
+
+
+@triton.jit
+def _token_places(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
@@ -50,14 +66,14 @@ def _gae_block(
     lam_policy,
     lam_critic,
     gamma,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Advantages and returns of one block; returns the B of its first token for both λ."""
-    lane = tl.arange(0, BLOCK)
     reward = tl.load(rewards_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
     value = tl.load(values_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
-    later_policy, carry_policy = _scan(value, reward, sampled, carry_policy, lam_policy, gamma, lane, BLOCK)
-    later_critic, carry_critic = _scan(value, reward, sampled, carry_critic, lam_critic, gamma, lane, BLOCK)
+    later_policy, carry_policy = _scan(value, reward, sampled, carry_policy, lam_policy, gamma, ROWS, WIDTH)
+    later_critic, carry_critic = _scan(value, reward, sampled, carry_critic, lam_critic, gamma, ROWS, WIDTH)
     tl.store(advantages_ptr + offsets, tl.where(sampled, reward + gamma * later_policy - value, 0.0), mask=inside)
     tl.store(returns_ptr + offsets, tl.where(sampled, reward + gamma * later_critic, 0.0), mask=inside)
     return carry_policy, carry_critic
@@ -104,6 +120,7 @@ def _gae_kernel(
     HAS_BOOTSTRAP: tl.constexpr,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One program runs one sequence from its end, a block a step; the program after the last zeroes the slack."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -134,14 +151,14 @@ def _gae_kernel(
         carry = tl.load(bootstrap_ptr + sequence).to(tl.float32)
 
     if end - start <= SHORT:
-        offsets = start + tl.arange(0, SHORT)
+        offsets = start + _token_places(SHORT // WIDTH, WIDTH)
         inside = offsets < end
         sampled = _load_sampled(mask_ptr, offsets, inside, HAS_MASK)
         if ADAPTIVE:
-            lam_policy = _adaptive_lambda(tl.sum(sampled.to(tl.int32), 0), alpha)
+            lam_policy = _adaptive_lambda(tl.sum(tl.sum(sampled.to(tl.int32), 1), 0), alpha)
         _gae_block(
             rewards_ptr, values_ptr, advantages_ptr, returns_ptr, offsets, inside, sampled,
-            carry, carry, lam_policy, lam_critic, gamma, SHORT,
+            carry, carry, lam_policy, lam_critic, gamma, SHORT // WIDTH, WIDTH,
         )  # fmt: skip
     else:
         if ADAPTIVE:
@@ -156,12 +173,12 @@ def _gae_kernel(
         carry_critic = carry + 0.0
         num_blocks = tl.cdiv(end - start, LONG)
         for step in range(0, num_blocks):
-            offsets = start + (num_blocks - 1 - step) * LONG + tl.arange(0, LONG)
+            offsets = start + (num_blocks - 1 - step) * LONG + _token_places(LONG // WIDTH, WIDTH)
             inside = offsets < end
             sampled = _load_sampled(mask_ptr, offsets, inside, HAS_MASK)
             carry_policy, carry_critic = _gae_block(
                 rewards_ptr, values_ptr, advantages_ptr, returns_ptr, offsets, inside, sampled,
-                carry_policy, carry_critic, lam_policy, lam_critic, gamma, LONG,
+                carry_policy, carry_critic, lam_policy, lam_critic, gamma, LONG // WIDTH, WIDTH,
             )  # fmt: skip
 
 
@@ -198,7 +215,8 @@ def gae_op(
                 num_tokens, num_sequences, num_tokens // max(num_sequences, 1), gamma, lam_policy, lam_critic, alpha,
                 HAS_MASK=mask is not None, PADDED=cu_seqlens is None, ADAPTIVE=lam_policies is None and lam_policy < 0,
                 LAM_POLICY_TENSOR=lam_policies is not None, LAM_CRITIC_TENSOR=lam_critics is not None,
-                HAS_BOOTSTRAP=bootstrap_values is not None, SHORT=SHORT_BLOCK, LONG=LONG_BLOCK, num_warps=8,
+                HAS_BOOTSTRAP=bootstrap_values is not None, SHORT=SHORT_BLOCK, LONG=LONG_BLOCK, WIDTH=ROW_WIDTH,
+                num_warps=8,
             )  # fmt: skip
     return advantages, returns
 

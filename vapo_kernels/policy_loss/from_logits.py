@@ -151,7 +151,8 @@ def _expect_writable(logits: Tensor) -> None:
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "inner_rows", "stride_outer", "stride_inner", "out_inner_rows", "out_stride_outer", "out_stride_inner",
+        "num_rows", "inner_rows", "stride_outer", "stride_inner",
+        "out_inner_rows", "out_stride_outer", "out_stride_inner",
     ],
     do_not_specialize_on_alignment=[
         "token_ids_ptr", "old_logprobs_ptr", "advantages_ptr", "mask_ptr", "is_correct_ptr", "token_weights_ptr",
