@@ -35,7 +35,7 @@ class Train:
     """Settings to start from: embedded, vapo, vc_ppo or ppo. Options given beside it win."""
     out: str = ""
     """Folder of the run, new or empty; left out, a fresh one under runs/."""
-    dry_run: bool = False
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the resolved settings as JSON and stop."""
 
 
@@ -69,6 +69,11 @@ def _train(command: Train) -> int:
         logging.disable_progress_bar()
         print(f"run folder: {folder}")
         train(command.config, folder)
+    except ValueError as error:
+        if (folder / "config.json").exists():
+            # Once the run records itself, its settings are fine: what goes wrong is a defect and keeps its traceback.
+            raise RuntimeError(f"the run in {folder} failed") from error
+        raise
     except KeyboardInterrupt:
         print(f"\nvapo: interrupted; what was measured is in {folder}", file=sys.stderr)
         return 130

@@ -77,7 +77,7 @@ class Config:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
     micro_batch_tokens: int = 2048
-    """Tokens, padding included, that go through a model at once; changes memory and speed, and the result by rounding only."""
+    """Tokens, padding included, that go through a model at once; changes memory and speed, the result only by rounding."""
 
     warm_start_steps: int = 220
     """Supervised steps on demonstrations before anything else; 0: start from random weights."""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
+import vapo.trainer
 from vapo.cli import main
 from vapo.presets import preset
 
@@ -56,6 +57,25 @@ def test_a_used_folder_is_refused_and_left_alone(capsys, tmp_path):
     assert main(["train", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"vapo: --out must be a new or an empty folder; got {tmp_path}, which exists\n"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
+
+
+def test_settings_that_the_task_refuses_are_a_typo_too(capsys, tmp_path):
+    assert main(["train", "--eval-problems", "5000", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == (
+        "vapo: count must be in [0, 4000] for held-out problems and >= 0 otherwise; got 5000\n"
+    )
+
+
+def test_a_defect_during_the_run_keeps_its_traceback(monkeypatch, tmp_path):
+    def broken(config, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise ValueError("mask must be bool")
+
+    monkeypatch.setattr(vapo.trainer, "train", broken)
+    with pytest.raises(RuntimeError, match=r"the run in .* failed") as error:
+        main(["train", "--out", str(tmp_path / "run")])
+    assert str(error.value.__cause__) == "mask must be bool"
 
 
 def test_help_lists_every_setting(capsys):

@@ -48,7 +48,7 @@ class RunningTotal:
         Example:
             >>> task = RunningTotal()
             >>> task.problems(1, random.Random(0))[0].prompt
-            '6 +1 -3 +3 -1 +3 +2 _ ='
+            '6 +1 +3 -2 -1 -1 _ _ ='
         """
         if count < 0 or (held_out and count > 4000):
             raise ValueError(f"count must be in [0, 4000] for held-out problems and >= 0 otherwise; got {count}")
