@@ -141,7 +141,7 @@ def policy_loss(
 def _expect_writable(logits: Tensor) -> None:
     expect(not logits.is_leaf, "inplace", "logits computed by a model", "a leaf that requires a gradient")
     _, inner_rows, stride_outer, stride_inner = row_strides(logits)
-    in_rows = logits.stride(-1) == 1 and stride_inner >= logits.shape[-1]
+    in_rows = logits.stride(-1) == 1 and (logits.dim() == 1 or stride_inner >= logits.shape[-1])
     apart = stride_outer == 0 or stride_outer >= inner_rows * stride_inner
     viewable = logits.dim() <= 3 or logits.is_contiguous()
     expect(
@@ -204,7 +204,8 @@ def _policy_loss_kernel(
     sampled = tl.load(mask_ptr + row) != 0
     logprob = 0.0
     entropy = 0.0
-    lse = 0.0
+    peak = 0.0
+    log_sum = 0.0
     p_other = 0.0
     policy = 0.0
     nll = 0.0
@@ -216,7 +217,7 @@ def _policy_loss_kernel(
     if sampled:
         if HAS_TEMPERATURE:
             inv_temperature = 1.0 / tl.load(temperature_ptr + row).to(tl.float32)
-        logprob, entropy, lse, p_other = row_statistics(row_ptr, token, inv_temperature, V, BLOCK)
+        logprob, entropy, peak, log_sum, p_other = row_statistics(row_ptr, token, inv_temperature, V, BLOCK)
         policy, nll, kl, clipped, approx_kl, dlogprob = token_terms(
             logprob, row, sampled, old_logprobs_ptr, advantages_ptr, is_correct_ptr, token_weights_ptr,
             ref_logprobs_ptr, denominators_ptr, clip_low, clip_high, dual_clip, nll_weight, kl_weight,
@@ -235,7 +236,7 @@ def _policy_loss_kernel(
     tl.store(terms_ptr + 5 * num_rows + row, approx_kl)
     if WITH_GRADIENT:
         out_ptr = row_ptr_of(dlogits_ptr, row, out_inner_rows, out_stride_outer, out_stride_inner, ALIGNED)
-        write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, lse, p_other, inv_temperature, V, BLOCK)
+        write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, peak, log_sum, p_other, inv_temperature, V, BLOCK)
 
 
 def compute_rows(
@@ -281,13 +282,13 @@ def _compute_torch(
         ids = token_ids[at].masked_fill(~sampled, 0)
         tau = inv_temperature if temperatures is None else 1 / temperatures[at].float().masked_fill(~sampled, 1.0)
         statistics = statistics_of_chunk(rows, ids, tau)
-        logprob, entropy, lse, p_other = (x.masked_fill(~sampled, 0.0) for x in statistics)
+        logprob, entropy, *softmax = (x.masked_fill(~sampled, 0.0) for x in statistics)
         values, dlogprob = token_terms_torch(logprob, tokens, at, divisors, numbers)
         sums[:3, at], sums[3, at], sums[4:, at], logprobs[at] = values[:3], entropy, values[3:], logprob
         if dlogits is not None:
             a = -dlogprob.masked_fill(~sampled, 0.0) * divisors[2]
             b = (numbers.entropy_weight * divisors[2] / divisors[0]).expand_as(a).masked_fill(~sampled, 0.0)
-            write_gradient_of_rows(rows, out, ids, a, b, entropy, lse, p_other, tau)
+            write_gradient_of_rows(rows, out, ids, a, b, entropy, *softmax, tau)
     return sums, logprobs
 
 
