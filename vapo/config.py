@@ -18,8 +18,8 @@ class Config:
     """Seed of every generator of the run; the same seed repeats a run bit for bit on the same machine."""
     device: str = "auto"
     """Where the models live: "cpu", "cuda", or "auto" for a GPU if there is one."""
-    threads: int = 0
-    """CPU threads; 0 leaves PyTorch's own choice."""
+    threads: int = 2
+    """CPU threads; 0 leaves PyTorch's own choice. The embedded model is too small to feed more than 2."""
 
     # The seven parts of VAPO.
     value_pretraining: bool = True
@@ -77,7 +77,7 @@ class Config:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
     micro_batch_tokens: int = 2048
-    """Tokens, padding included, that go through a model at once; changes memory and speed, the result only by rounding."""
+    """Most tokens in a model at once, padding included; changes memory and speed, and results by rounding only."""
 
     warm_start_steps: int = 220
     """Supervised steps on demonstrations before anything else; 0: start from random weights."""
