@@ -15,12 +15,12 @@ ROW_SHAPES = [
 ]
 
 
-def policy_inputs(shape, V: int, *, dtype=torch.float32, device="cpu", seed: int = 0, temperature=1.0) -> dict:
+def policy_inputs(shape, V: int, *, dtype=torch.float32, device="cpu", seed: int = 0, logits=None) -> dict:
     """Arguments of `policy_loss` whose ratios fall on both sides of both clips; about a quarter is masked."""
     draw = torch.Generator().manual_seed(seed)
-    logits = (2 * torch.randn(*shape, V, generator=draw)).to(dtype)
+    logits = (2 * torch.randn(*shape, V, generator=draw)).to(dtype) if logits is None else logits
     token_ids = torch.randint(V, shape, generator=draw)
-    log_p = torch.log_softmax(logits.float() / (temperature if isinstance(temperature, float) else 1.0), -1)
+    log_p = torch.log_softmax(logits.float(), -1)
     logprobs = log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     noise = {name: torch.randn(shape, generator=draw) for name in ("old", "advantages", "weights", "ref")}
     mask = torch.rand(shape, generator=draw) < 0.75
@@ -36,6 +36,21 @@ def policy_inputs(shape, V: int, *, dtype=torch.float32, device="cpu", seed: int
         token_weights=1 + 0.3 * noise["weights"],
         ref_logprobs=logprobs + 0.7 * noise["ref"],
     )
+
+
+def linear_inputs(shape, H: int, V: int, *, dtype=torch.float32, device="cpu", seed: int = 0) -> dict:
+    """Arguments of `linear_policy_loss`: those of `policy_loss` with a head in the place of its logits."""
+    draw = torch.Generator().manual_seed(seed + 100)
+    head = {
+        "hidden": torch.randn(*shape, H, generator=draw),
+        "weight": torch.randn(V, H, generator=draw),
+        "bias": torch.randn(V, generator=draw),
+    }
+    head = {name: x.to(dtype) for name, x in head.items()}
+    logits = torch.nn.functional.linear(*(x.float() for x in head.values()))
+    inputs = policy_inputs(shape, V, seed=seed, logits=logits)
+    del inputs["logits"]
+    return on(device, **head, **inputs)
 
 
 def packed_inputs(lengths, *, dtype=torch.float32, device="cpu", seed: int = 0, slack: int = 0) -> dict:
