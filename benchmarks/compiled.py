@@ -151,6 +151,99 @@ def cases():
     yield "bfloat16 tokens every option", lambda: token_calls(torch.bfloat16, full=True)
 
 
+def sweep_logits(dtype, V: int):
+    """Calls of every op from logits that differ in N, strides, places in memory, temperature and other numbers."""
+    import torch
+
+    from vapo_kernels import policy_loss, token_logprobs
+
+    shapes = [(1,), (2,), (15,), (16,), (17,), (48,), (1, 1), (3, 16), (16, 3), (1, 17)]
+    for i, shape in enumerate(shapes, start=1):
+        n = torch.Size(shape).numel()
+        # Parts of larger tensors: every alignment of a micro-batch.
+        ids, x = torch.zeros(n + i, dtype=torch.int64)[i:].view(shape), torch.ones(n + i)[i:].view(shape)
+        mask = torch.ones(n + i, dtype=torch.bool)[i:].view(shape)
+        layouts = [torch.zeros(*shape, V, dtype=dtype)]
+        if len(shape) == 2:
+            batch, length = shape
+            layouts.append(torch.zeros(batch, length + 1, V, dtype=dtype)[:, :-1])
+            layouts.append(torch.zeros(length, batch, V, dtype=dtype).transpose(0, 1))
+        for logits in layouts:
+            logits.requires_grad_()
+            out = token_logprobs(logits, ids, mask=mask, temperature=i / 2)
+            (out.logprobs.sum() + out.entropy.sum()).backward()
+            numbers = {
+                "clip_low": i / 100,
+                "clip_high": i / 50,
+                "dual_clip": 1.0 + i,
+                "nll_weight": i / 3,
+                "kl_weight": i / 4,
+            }
+            numbers |= {
+                "entropy_weight": i / 5,
+                "num_tokens": n + i,
+                "num_correct_tokens": float(i),
+                "temperature": i / 2,
+            }
+            options = {"is_correct": mask, "ref_logprobs": x, "token_weights": x, **numbers}
+            with torch.no_grad():
+                policy_loss(logits, ids, x, x, mask, **options)
+            (i * policy_loss(logits, ids, x, x, mask, **options).loss).backward()
+            (i * policy_loss((logits + 0.0).contiguous(), ids, x, x, mask, inplace=True, **options).loss).backward()
+
+
+def sweep_tokens(dtype):
+    """Calls of every op from per-token tensors that differ in N, S, lengths, T, places in memory and every number."""
+    import torch
+
+    from vapo_kernels import (
+        explained_variance,
+        logprob_policy_loss,
+        masked_whiten,
+        packed_gae,
+        padded_gae,
+        value_loss,
+    )
+
+    for i, shape in enumerate([(1, 1), (1, 2), (3, 5), (4, 16), (16, 16), (16, 1), (33, 7), (2, 4096)], start=1):
+        rows, length = shape
+        n = rows * length
+        x = torch.ones(n + i, dtype=dtype)[i:].view(shape)
+        mask = torch.ones(n + i, dtype=torch.bool)[i:].view(shape)
+        cu_seqlens = (torch.arange(rows + 1) * length).int()
+        numbers = {"gamma": i / 10, "lam_critic": i / 11, "alpha": i / 12}
+        packed_gae(x.flatten(), x.flatten(), cu_seqlens, mask=mask.flatten(), **numbers)
+        padded_gae(x, x, mask, **numbers)
+        loss_numbers = {
+            "clip_low": i / 100,
+            "clip_high": i / 50,
+            "nll_weight": i / 3,
+            "kl_weight": i / 4,
+            "num_tokens": i,
+        }
+        logprob_policy_loss(x, x, x, mask, is_correct=mask, ref_logprobs=x, num_correct_tokens=i, **loss_numbers)
+        value_loss(x, x, mask, old_values=x, clip=i / 10, num_tokens=i)
+        explained_variance(x, x, mask)
+        masked_whiten(x, mask)
+
+
+def compilations_of_sweeps(target_name: str) -> dict[str, dict[str, int]]:
+    """For each sweep, how many variants of each kernel its calls would compile."""
+    import torch
+
+    counts = {}
+    for name in DTYPES[:2]:
+        dtype = getattr(torch, name)
+        sweeps = {f"{name}, V = {V}": lambda d=dtype, V=V: sweep_logits(d, V) for V in (64, 65)}
+        sweeps[f"{name} tokens"] = lambda d=dtype: sweep_tokens(d)
+        for label, call in sweeps.items():
+            with recorded_launches(target_name) as launches:
+                call()
+            keys = {(launch.name, launch.key) for launch in launches}
+            counts[label] = {kernel: sum(k == kernel for k, _ in keys) for kernel in sorted({k for k, _ in keys})}
+    return counts
+
+
 def compile_all(target_name: str) -> list[Compiled]:
     """Compile every distinct launch of `cases` for a target. Needs a process without TRITON_INTERPRET."""
     seen, compiled = set(), []
@@ -228,7 +321,7 @@ def loop_lines(lines: list[str], label: str, branch: str) -> list[str]:
 
 
 def _listed(widths: set) -> str:
-    return " ".join(str(width) for width in sorted(widths))
+    return " ".join(str(width) for width in sorted(widths)) or "–"
 
 
 def run_compiled(function: str, *arguments: str):
@@ -257,7 +350,7 @@ def main() -> None:
     print("| kernel | case | target | registers | spills | local bytes | load bits | store bits |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
-        numbers = (row.registers, row.spills, row.local_bytes, row.loads or "–", row.stores or "–")
+        numbers = (row.registers, row.spills, row.local_bytes, row.loads, row.stores)
         print(f"| {row.kernel} | {row.case} | {row.target} | " + " | ".join(str(number) for number in numbers) + " |")
 
 

@@ -33,7 +33,7 @@ def row_strides(logits: Tensor) -> tuple[Tensor, int, int, int]:
         logits = logits.contiguous()
     if logits.dim() == 1:
         return logits, 1, 0, 0
-    if logits.dim() == 3 and logits.stride(0) != logits.stride(1) * logits.shape[1]:
+    if logits.dim() == 3 and 1 not in logits.shape[:2] and logits.stride(0) != logits.stride(1) * logits.shape[1]:
         return logits, max(logits.shape[1], 1), logits.stride(0), logits.stride(1)
     if logits.dim() > 2:
         rows = logits.reshape(-1, logits.shape[-1])
