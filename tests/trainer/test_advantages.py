@@ -29,6 +29,14 @@ def test_advantages_and_returns_by_hand():
     assert batch.lam_policy.tolist() == [0.5, 0.5]
 
 
+def test_gamma_discounts_the_reward_by_hand():
+    config = replace(PLAIN, gamma=0.5)
+    batch = build_batch(two_responses(), torch.zeros(3), torch.tensor([0.25, 0.5, 0.75]), config)
+    # δ = (0.5 · 0.5 − 0.25, 1 − 0.5), decayed by γλ = 0.25 and by γ.
+    torch.testing.assert_close(batch.advantages, torch.tensor([0.25 * 0.5, 0.5, -0.75]))
+    torch.testing.assert_close(batch.returns, torch.tensor([0.5, 1.0, 0.0]))
+
+
 def test_worked_example():
     prompts, responses = [torch.tensor([3])], [torch.tensor([4, 4, 4, 4, 1])]
     flags = torch.tensor([True])
