@@ -37,7 +37,7 @@ def _(loss, inputs, gradients, scale, in_place):
 
 def _save_for_backward(ctx, inputs, output):
     _, variables, gradients, scale, ctx.in_place = inputs
-    ctx.num_inputs, ctx.has_run = len(variables), False
+    ctx.dtypes, ctx.has_run = [x.dtype for x in variables], False
     ctx.save_for_backward(scale, *gradients)
 
 
@@ -56,7 +56,8 @@ def _backward(ctx, dloss):
             rescale_op(gradient, factor)
     else:
         gradients = [gradient * factor.to(gradient.dtype) for gradient in gradients]
-    return None, list(gradients), [None] * ctx.num_inputs, None, None
+    gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+    return None, gradients, [None] * len(gradients), None, None
 
 
 _attach_op.register_autograd(_backward, setup_context=_save_for_backward)

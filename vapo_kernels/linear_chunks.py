@@ -26,9 +26,9 @@ class LinearGradients(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
 
-    def needed_like(self, hidden: Tensor) -> list[Tensor]:
-        """Those that were asked for, in the dtype of ``hidden``."""
-        return [x.to(hidden.dtype) for x in self if x is not None]
+    def needed(self, sum_dtype: torch.dtype) -> list[Tensor]:
+        """Those that were asked for, sums over tokens in ``sum_dtype``."""
+        return [x if x is self.hidden else x.to(sum_dtype) for x in self if x is not None]
 
 
 def expect_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -81,6 +81,15 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needed:
         torch.zeros_like(weight, **float32) if needed[1] else None,
         torch.zeros_like(bias, **float32) if needed[2] else None,
     )
+
+
+def fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool], sum_dtype: torch.dtype
+) -> list[Tensor]:
+    """Shapes and dtypes of `LinearGradients.needed`."""
+    dtypes = (hidden.dtype, sum_dtype, sum_dtype)
+    inputs = zip((hidden, weight, bias), dtypes, needed, strict=True)
+    return [torch.empty_like(x, dtype=dtype) for x, dtype, is_needed in inputs if is_needed]
 
 
 def accumulate(

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from vapo_kernels._arguments import INDEX_DTYPES, as_mask, expect_mask, expect_tensor, flat
-from vapo_kernels.linear_chunks import accumulate, autocast, empty_gradients, expect_linear, logits_chunks
+from vapo_kernels.linear_chunks import (
+    accumulate,
+    autocast,
+    empty_gradients,
+    expect_linear,
+    fake_gradients,
+    logits_chunks,
+)
 from vapo_kernels.row_softmax import expect_ids_inside
 from vapo_kernels.token_logprobs import (
     TokenLogprobs,
@@ -82,9 +89,9 @@ def linear_token_logprobs_op(
     temperatures: Tensor | None,
     inv_temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [N], entropies [N] and (log-sum-exp, 1 − p_y) [2, N]."""
+    """Log-probs [N], entropies [N] and the rest of `row_statistics` [3, N]."""
     expect_ids_inside(token_ids, mask, len(weight))
-    results = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+    results = torch.empty(5, len(hidden), dtype=torch.float32, device=hidden.device)
     for logits, at in logits_chunks(hidden, weight, bias):
         results[0, at], results[1, at], results[2:, at] = compute_statistics(
             logits, token_ids[at], _part(mask, at), _part(temperatures, at), inv_temperature
@@ -95,7 +102,7 @@ def linear_token_logprobs_op(
 @linear_token_logprobs_op.register_fake
 def _(hidden, weight, bias, token_ids, *_):
     rows = torch.empty_like(token_ids, dtype=torch.float32)
-    return rows, torch.empty_like(rows), rows.new_empty(2, rows.shape[0])
+    return rows, torch.empty_like(rows), rows.new_empty(3, rows.shape[0])
 
 
 @torch.library.custom_op("vapo_kernels::linear_token_logprobs_backward", mutates_args=())
@@ -121,12 +128,12 @@ def linear_token_logprobs_backward_op(
             inv_temperature, entropy[at], statistics[:, at].contiguous(),
         )  # fmt: skip
         accumulate(gradients, logits, hidden, weight, mask, at)
-    return gradients.needed_like(hidden)
+    return gradients.needed(hidden.dtype)
 
 
 @linear_token_logprobs_backward_op.register_fake
 def _(dlogprobs, dentropy, hidden, weight, bias, *rest):
-    return [torch.empty_like(x) for x, is_needed in zip((hidden, weight, bias), rest[-1], strict=True) if is_needed]
+    return fake_gradients(hidden, weight, bias, rest[-1], hidden.dtype)
 
 
 def _part(x: Tensor | None, at: slice) -> Tensor | None:

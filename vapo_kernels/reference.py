@@ -20,7 +20,7 @@ def length_adaptive_lambda(lengths, *, alpha=0.05):
     """λ_policy = clamp(1 − 1/(α l), 0, 1), and 0 for l = 0 (Eq. 15)."""
     lengths = torch.as_tensor(lengths)
     lengths = lengths if lengths.dtype == torch.float64 else lengths.float()
-    return (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0, 1) * (lengths > 0)
+    return torch.where(lengths > 0, (1 - 1 / (alpha * lengths)).clamp(0, 1), 0.0)
 
 
 def packed_gae(

@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 def row_strides(logits: Tensor) -> tuple[Tensor, int, int, int]:
-    """``logits`` and (inner, outer stride, inner stride): row r starts at (r // inner)·outer + (r % inner)·inner stride.
+    """``logits`` and (I, outer stride, inner stride): row r starts at (r // I)·outer + (r % I)·inner stride.
 
     Slices such as ``logits[:, :-1]`` are read where they lie; only a layout that needs more than two
     strides, or has columns apart, is copied.
@@ -67,7 +67,7 @@ def log1p_unit(x):
 
 @triton.jit
 def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
-    """(log p_y, Ent, log-sum-exp, 1 − p_y) of one row in one sweep: the only log-sum-exp loop."""
+    """(log p_y, Ent, reference column, log-sum-exp above it, 1 − p_y) of one row: the only log-sum-exp loop."""
     columns = tl.arange(0, BLOCK)
     # A token id outside the row is not read; the NaN in its place reaches every result. The load stands before
     # the loop because the loop's reductions are barriers: behind them a gradient may overwrite the row.
@@ -86,7 +86,8 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
         new_max = tl.maximum(max_other, tl.max(z, 0))
         # Until a finite column comes, m = 0 serves: −inf − (−inf) would be NaN.
         m = tl.where(new_max == -float("inf"), 0.0, new_max)
-        shift = tl.where(max_other == -float("inf"), 0.0, max_other - m)
+        # exp(−1e4) is 0 already, and a shift of −inf would make 0 · (−inf).
+        shift = tl.where(max_other == -float("inf"), 0.0, tl.maximum(max_other - m, -1e4))
         e = tl.exp(z - m)
         scale = tl.exp(shift)
         moments = scale * (moments + shift * sums) + tl.where(e == 0.0, 0.0, e * (z - m))
@@ -103,15 +104,19 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
     logprob = 0.0 - (tl.where(d > 0.0, d, 0.0) + log1p_tail)
     p_other = tl.where(d > 0.0, 1.0, tail) / (1.0 + tail)
     p_token = tl.where(d > 0.0, tail, 1.0) / (1.0 + tail)
-    lse = tl.where(d > 0.0, m + log_other + log1p_tail, z_token - logprob)
+    # The log-sum-exp is kept relative to a column: as a number by itself it would round at the size of the logits.
+    peak = tl.where(d > 0.0, m, z_token)
+    log_sum = tl.where(d > 0.0, log_other + log1p_tail, 0.0 - logprob)
     mean_other = moment / tl.where(other == 0.0, 1.0, other)
     entropy = tl.where(p_token == 0.0, 0.0, -p_token * logprob)
-    entropy += tl.where(p_other == 0.0, 0.0, p_other * ((lse - m) - mean_other))
-    return logprob, entropy, lse, p_other
+    entropy += tl.where(p_other == 0.0, 0.0, p_other * (((peak - m) + log_sum) - mean_other))
+    return logprob, entropy, peak, log_sum, p_other
 
 
 @triton.jit
-def write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, lse, p_other, inv_temperature, V, BLOCK: tl.constexpr):
+def write_row_gradient(
+    row_ptr, out_ptr, token, a, b, entropy, peak, log_sum, p_other, inv_temperature, V, BLOCK: tl.constexpr
+):
     """∂L/∂logits of one row from its scalars; a row with a = b = 0 is zeroed and not read."""
     columns = tl.arange(0, BLOCK)
     token = token.to(tl.int32)
@@ -124,7 +129,7 @@ def write_row_gradient(row_ptr, out_ptr, token, a, b, entropy, lse, p_other, inv
         for first in range(0, V, BLOCK):
             offsets = first + columns
             z = tl.load(row_ptr + offsets, mask=offsets < V, other=-float("inf")).to(tl.float32) * inv_temperature
-            logp = z - lse
+            logp = (z - peak) - log_sum
             p = tl.exp(logp)
             p_minus_onehot = tl.where(offsets == token, -p_other, p)
             dz = a * p_minus_onehot + b * tl.where(p == 0.0, 0.0, p * (logp + entropy))
@@ -185,19 +190,19 @@ def statistics_of_chunk(rows: Tensor, token_ids: Tensor, inv_temperature: float 
     tail = (-d.abs()).exp()
     logprob = 0.0 - (d.clamp(min=0) + tail.log1p())
     p_other, p_token = torch.where(d > 0, 1.0, tail) / (1 + tail), torch.where(d > 0, tail, 1.0) / (1 + tail)
-    lse = torch.where(d > 0, m + log_other + tail.log1p(), z_token - logprob)
+    peak, log_sum = torch.where(d > 0, m, z_token), torch.where(d > 0, log_other + tail.log1p(), 0.0 - logprob)
     mean_other = moment / other.masked_fill(other == 0, 1.0)
     entropy = torch.where(p_token == 0, 0.0, -p_token * logprob)
-    entropy += torch.where(p_other == 0, 0.0, p_other * ((lse - m) - mean_other))
-    return logprob, entropy, lse, p_other
+    entropy += torch.where(p_other == 0, 0.0, p_other * (((peak - m) + log_sum) - mean_other))
+    return logprob, entropy, peak, log_sum, p_other
 
 
-def write_gradient_of_rows(rows, out, token_ids, a, b, entropy, lse, p_other, inv_temperature) -> None:
+def write_gradient_of_rows(rows, out, token_ids, a, b, entropy, peak, log_sum, p_other, inv_temperature) -> None:
     """`write_row_gradient` of a chunk of rows in PyTorch."""
     column = token_ids.long().unsqueeze(1)
     zero = (a == 0) & (b == 0)
     column = column.masked_fill(zero.unsqueeze(1), 0)
-    logp = scaled(rows, inv_temperature).sub_(lse.unsqueeze(1))
+    logp = scaled(rows, inv_temperature).sub_(peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1))
     p = logp.exp()
     dz = p * a.unsqueeze(1)
     dz.scatter_(1, column, (-a * p_other).unsqueeze(1))
@@ -209,4 +214,6 @@ def write_gradient_of_rows(rows, out, token_ids, a, b, entropy, lse, p_other, in
 
 def scaled(rows: Tensor, inv_temperature: float | Tensor) -> Tensor:
     """A fresh float32 copy of the rows, divided by the temperature."""
+    # Columns side by side: PyTorch sums columns that lie apart in another order.
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     return rows.float() * (inv_temperature.unsqueeze(1) if isinstance(inv_temperature, Tensor) else inv_temperature)

@@ -116,7 +116,7 @@ def _token_logprobs_kernel(
     temperature_ptr,  # [N], or None
     logprobs_ptr,  # [N] float32
     entropy_ptr,  # [N] float32
-    statistics_ptr,  # [2, N] float32: log-sum-exp, 1 − p_y
+    statistics_ptr,  # [3, N] float32: reference column, log-sum-exp above it, 1 − p_y
     num_rows: tl.int64,
     inner_rows: tl.int32,
     stride_outer: tl.int64,
@@ -132,7 +132,8 @@ def _token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     logprob = 0.0
     entropy = 0.0
-    lse = 0.0
+    peak = 0.0
+    log_sum = 0.0
     p_other = 0.0
     sampled = True
     if HAS_MASK:
@@ -142,11 +143,13 @@ def _token_logprobs_kernel(
             inv_temperature = 1.0 / tl.load(temperature_ptr + row).to(tl.float32)
         row_ptr = row_ptr_of(logits_ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED)
         token = tl.load(token_ids_ptr + row)
-        logprob, entropy, lse, p_other = row_statistics(row_ptr, token, inv_temperature, V, BLOCK)
+        logprob, entropy, peak, log_sum, p_other = row_statistics(row_ptr, token, inv_temperature, V, BLOCK)
     tl.store(logprobs_ptr + row, logprob)
     tl.store(entropy_ptr + row, entropy)
-    tl.store(statistics_ptr + row, lse)
-    tl.store(statistics_ptr + num_rows.to(tl.int64) + row, p_other)
+    num_rows = num_rows.to(tl.int64)
+    tl.store(statistics_ptr + row, peak)
+    tl.store(statistics_ptr + num_rows + row, log_sum)
+    tl.store(statistics_ptr + 2 * num_rows + row, p_other)
 
 
 @triton.jit(
@@ -164,7 +167,7 @@ def _token_logprobs_backward_kernel(
     mask_ptr,  # [N] bool, or None
     temperature_ptr,  # [N], or None
     entropy_ptr,  # [N] float32
-    statistics_ptr,  # [2, N] float32
+    statistics_ptr,  # [3, N] float32
     dlogits_ptr,  # [N, V], contiguous
     num_rows: tl.int64,
     inner_rows: tl.int32,
@@ -189,11 +192,13 @@ def _token_logprobs_backward_kernel(
         b = -tl.load(dentropy_ptr + row).to(tl.float32)
         if HAS_TEMPERATURE:
             inv_temperature = 1.0 / tl.load(temperature_ptr + row).to(tl.float32)
+    num_rows = num_rows.to(tl.int64)
     row_ptr = row_ptr_of(logits_ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED)
     out_ptr = row_ptr_of(dlogits_ptr, row, 1, V, 0, ALIGNED)
     write_row_gradient(
-        row_ptr, out_ptr, tl.load(token_ids_ptr + row), a, b, tl.load(entropy_ptr + row), tl.load(statistics_ptr + row),
-        tl.load(statistics_ptr + num_rows.to(tl.int64) + row), inv_temperature, V, BLOCK,
+        row_ptr, out_ptr, tl.load(token_ids_ptr + row), a, b, tl.load(entropy_ptr + row),
+        tl.load(statistics_ptr + row), tl.load(statistics_ptr + num_rows + row),
+        tl.load(statistics_ptr + 2 * num_rows + row), inv_temperature, V, BLOCK,
     )  # fmt: skip
 
 
@@ -201,7 +206,7 @@ def _token_logprobs_backward_kernel(
 def token_logprobs_op(
     logits: Tensor, token_ids: Tensor, mask: Tensor | None, temperatures: Tensor | None, inv_temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [N], entropies [N] and (log-sum-exp, 1 − p_y) [2, N] of the rows of logits [..., V]."""
+    """Log-probs [N], entropies [N] and the rest of `row_statistics` [3, N] of the rows of logits [..., V]."""
     expect_ids_inside(token_ids, mask, logits.shape[-1])
     return compute_statistics(logits, token_ids, mask, temperatures, inv_temperature)
 
@@ -209,7 +214,7 @@ def token_logprobs_op(
 @token_logprobs_op.register_fake
 def _(logits, token_ids, *_):
     rows = torch.empty_like(token_ids, dtype=torch.float32)
-    return rows, torch.empty_like(rows), rows.new_empty(2, rows.shape[0])
+    return rows, torch.empty_like(rows), rows.new_empty(3, rows.shape[0])
 
 
 def compute_statistics(logits, token_ids, mask, temperatures, inv_temperature) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,14 +223,14 @@ def compute_statistics(logits, token_ids, mask, temperatures, inv_temperature) -
     if not use_triton(logits):
         return _token_logprobs_torch(logits, token_ids, mask, temperatures, inv_temperature)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    entropy, statistics = torch.empty_like(logprobs), logprobs.new_empty(2, num_rows)
+    entropy, statistics = torch.empty_like(logprobs), logprobs.new_empty(3, num_rows)
     rows, inner_rows, stride_outer, stride_inner = row_strides(logits)
     if num_rows > 0:
         with on_device_of(logits):
             _token_logprobs_kernel[(num_rows,)](
                 rows, token_ids, mask, temperatures, logprobs, entropy, statistics, num_rows,
-                inner_rows, stride_outer, stride_inner, inv_temperature, V, ALIGNED=is_aligned(stride_outer, stride_inner),
-                HAS_MASK=mask is not None, HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
+                inner_rows, stride_outer, stride_inner, inv_temperature, V,
+                ALIGNED=is_aligned(stride_outer, stride_inner), HAS_MASK=mask is not None, HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
             )  # fmt: skip
     return logprobs, entropy, statistics
 
@@ -263,7 +268,6 @@ def write_gradient(
     # An expanded upstream gradient has stride 0.
     dlogprobs, dentropy = dlogprobs.contiguous(), dentropy.contiguous()
     if not use_triton(logits):
-        lse, p_other = statistics
         for rows, at in row_chunks(logits):
             sampled = slice(None) if mask is None else mask[at]
             tau = inv_temperature if temperatures is None else 1 / temperatures[at].float()
@@ -271,7 +275,7 @@ def write_gradient(
             if mask is not None:
                 a, b = a.masked_fill(~sampled, 0.0), b.masked_fill(~sampled, 0.0)
             out = dlogits.view(-1, V)[at]
-            write_gradient_of_rows(rows, out, token_ids[at], a, b, entropy[at], lse[at], p_other[at], tau)
+            write_gradient_of_rows(rows, out, token_ids[at], a, b, entropy[at], *statistics[:, at], tau)
         return
     rows, inner_rows, stride_outer, stride_inner = row_strides(logits)
     if num_rows > 0:
@@ -310,7 +314,7 @@ token_logprobs_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _token_logprobs_torch(logits, token_ids, mask, temperatures, inv_temperature) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's results in PyTorch, a chunk of True rows at a time."""
-    results = torch.zeros(4, token_ids.numel())
+    results = torch.zeros(5, token_ids.numel())
     for rows, at in row_chunks(logits):
         tau = inv_temperature if temperatures is None else 1 / temperatures[at].float()
         ids, places = token_ids[at], torch.arange(at.start, at.stop)

@@ -197,7 +197,7 @@ def gae_op(
     lam_critic: float,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    """Flat tensors in, flat float32 out; rows of equal length where ``cu_seqlens`` is None; Eq. 15 where lam_policy < 0."""
+    """Flat tensors in, flat float32 out; rows of equal length without ``cu_seqlens``; Eq. 15 where lam_policy < 0."""
     num_tokens = rewards.numel()
     if not rewards.is_cuda:
         _expect_packing(cu_seqlens, num_tokens)

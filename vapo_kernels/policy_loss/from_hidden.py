@@ -5,7 +5,14 @@ from torch import Tensor
 
 from vapo_kernels import _formed_gradient
 from vapo_kernels._arguments import INDEX_DTYPES, expect_tensor, flat
-from vapo_kernels.linear_chunks import accumulate, autocast, empty_gradients, expect_linear, logits_chunks
+from vapo_kernels.linear_chunks import (
+    accumulate,
+    autocast,
+    empty_gradients,
+    expect_linear,
+    fake_gradients,
+    logits_chunks,
+)
 from vapo_kernels.policy_loss import terms
 from vapo_kernels.policy_loss.from_logits import compute_rows
 from vapo_kernels.policy_loss.terms import NUM_TERMS, Coefficients, PolicyLoss, Tokens
@@ -148,13 +155,16 @@ def linear_policy_loss_op(
             None if temperatures is None else temperatures[at], inv_temperature, denominators, numbers,
         )  # fmt: skip
         accumulate(gradients, logits, hidden, weight, mask, at)
-    return sums, logprobs, gradients.needed_like(hidden)
+    return sums, logprobs, gradients.needed(_sum_dtype(hidden))
 
 
 @linear_policy_loss_op.register_fake
 def _(hidden, weight, bias, token_ids, *rest):
     logprobs = torch.empty_like(token_ids, dtype=torch.float32)
-    gradients = [
-        torch.empty_like(x) for x, is_needed in zip((hidden, weight, bias), rest[-1], strict=True) if is_needed
-    ]
+    gradients = fake_gradients(hidden, weight, bias, rest[-1], _sum_dtype(hidden))
     return logprobs.new_empty(NUM_TERMS, token_ids.shape[0]), logprobs, gradients
+
+
+def _sum_dtype(hidden: Tensor) -> torch.dtype:
+    """float16 can hold a sum over tokens once it has met the upstream gradient, not with the stored scale in it."""
+    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype

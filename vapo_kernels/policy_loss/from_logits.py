@@ -275,9 +275,7 @@ def _compute_torch(
 ):
     """The kernel's results in PyTorch, a chunk of rows at a time."""
     sums, logprobs = torch.zeros(NUM_TERMS, token_ids.numel()), torch.zeros(token_ids.numel())
-    chunks = row_chunks(logits)
-    outs = row_chunks(logits if dlogits is None else dlogits)
-    for (rows, at), (out, _) in zip(chunks, outs, strict=True):
+    for rows, at in row_chunks(logits):
         sampled = tokens.mask[at]
         ids = token_ids[at].masked_fill(~sampled, 0)
         tau = inv_temperature if temperatures is None else 1 / temperatures[at].float().masked_fill(~sampled, 1.0)
@@ -288,6 +286,7 @@ def _compute_torch(
         if dlogits is not None:
             a = -dlogprob.masked_fill(~sampled, 0.0) * divisors[2]
             b = (numbers.entropy_weight * divisors[2] / divisors[0]).expand_as(a).masked_fill(~sampled, 0.0)
+            out = rows if dlogits is logits else dlogits.view(-1, logits.shape[-1])[at]
             write_gradient_of_rows(rows, out, ids, a, b, entropy, *softmax, tau)
     return sums, logprobs
 

@@ -130,11 +130,12 @@ def denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, 
     """[3] float32: the step's tokens, its correct tokens, and the factor that the stored gradient carries.
 
     A float16 gradient of a mean over many tokens would underflow before a loss scale reaches it: it is stored
-    times the number of tokens.
+    times the number of tokens, or less where that would let the NLL term of a few correct tokens overflow.
     """
     tokens = as_denominator(num_tokens, counts[0])
     correct_tokens = as_denominator(num_correct_tokens, counts[1])
-    return torch.stack([tokens, correct_tokens, tokens if dtype == torch.float16 else torch.ones_like(tokens)])
+    scale = torch.minimum(tokens, 1024 * correct_tokens) if dtype == torch.float16 else torch.ones_like(tokens)
+    return torch.stack([tokens, correct_tokens, scale])
 
 
 def reduce_terms(
