@@ -230,7 +230,8 @@ def compute_statistics(logits, token_ids, mask, temperatures, inv_temperature) -
             _token_logprobs_kernel[(num_rows,)](
                 rows, token_ids, mask, temperatures, logprobs, entropy, statistics, num_rows,
                 inner_rows, stride_outer, stride_inner, inv_temperature, V,
-                ALIGNED=is_aligned(stride_outer, stride_inner), HAS_MASK=mask is not None, HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
+                ALIGNED=is_aligned(stride_outer, stride_inner), HAS_MASK=mask is not None,
+                HAS_TEMPERATURE=temperatures is not None, **launch_parameters(V),
             )  # fmt: skip
     return logprobs, entropy, statistics
 

@@ -138,7 +138,7 @@ def _per_token(lam, bounds: np.ndarray, at: slice) -> float | Tensor:
 
 
 def _true_places(mask: Tensor | None, num_slots: int) -> np.ndarray:
-    """Runs of True [runs, 3]: first place, one behind the last, True places before; all places [n] if runs are short."""
+    """Runs of True [runs, 3]: first place, one behind the last, True places before; all places [n] for short runs."""
     if mask is None:
         return np.array([[0, num_slots, 0]])
     true = mask[:num_slots].numpy()
