@@ -11,14 +11,15 @@ SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test sanitize lint clean
+.PHONY: help train test sanitize mutate lint clean
 
 help:
-	@echo "make train   train the small default task: SEED=1 picks the seed, ARGS='--help' lists the settings"
-	@echo "make test    run every test without a GPU: ARGS='-k gae' picks some"
-	@echo "make sanitize   run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
-	@echo "make lint    check style and format"
-	@echo "make clean   remove the environment and the caches; runs/ stays"
+	@echo "make train     train the small default task: SEED=1 picks the seed, ARGS='--help' lists the settings"
+	@echo "make test      run every test without a GPU: ARGS='-k gae' picks some"
+	@echo "make sanitize  run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
+	@echo "make mutate    break the kernels a line at a time; a break that no test notices is reported: ARGS='--file gae'"
+	@echo "make lint      check style and format"
+	@echo "make clean     remove the environment and the caches; runs/ stays"
 
 train: $(STAMP)
 	$(VENV)/bin/vapo train $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -35,6 +36,9 @@ SANITIZED := triton and not test_registration and not test_rejects_bad_input
 sanitize: export OMP_NUM_THREADS := 1
 sanitize: $(SANITIZE_STAMP)
 	$(SANITIZE_VENV)/bin/python -m ttsem.sanitize pytest tests/kernels -k "$(SANITIZED)" $(ARGS)
+
+mutate: $(STAMP)
+	$(VENV)/bin/python tests/mutate.py $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
