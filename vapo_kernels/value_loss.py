@@ -207,7 +207,7 @@ def _value_loss_kernel(
     num_rows = num_rows.to(tl.int64)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
-    sampled = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
     value = tl.load(values_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
     returned = tl.load(returns_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
     difference = value - returned

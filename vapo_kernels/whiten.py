@@ -72,7 +72,7 @@ def _moments_kernel(
     program = tl.program_id(0).to(tl.int64)
     offsets = program * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
-    sampled = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
     x = tl.load(x_ptr + offsets, mask=sampled, other=0.0).to(tl.float64)
     out_ptr = moments_ptr + program
     stride = tl.num_programs(0)
@@ -123,7 +123,7 @@ def _whiten_kernel(
     """One program shifts and scales BLOCK places."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
-    sampled = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
     x = tl.load(x_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
     y = (x - tl.load(shift_scale_ptr)) * tl.load(shift_scale_ptr + 1)
     tl.store(out_ptr + offsets, tl.where(sampled, y, 0.0), mask=inside)

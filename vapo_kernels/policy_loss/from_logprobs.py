@@ -144,7 +144,7 @@ def _logprob_policy_loss_kernel(
     num_rows = num_rows.to(tl.int64)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
-    sampled = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
+    sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
     logprob = tl.load(logprobs_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
     policy, nll, kl, clipped, approx_kl, dlogprob = token_terms(
         logprob, offsets, sampled, old_logprobs_ptr, advantages_ptr, is_correct_ptr, token_weights_ptr,
