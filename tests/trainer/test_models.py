@@ -15,8 +15,10 @@ def test_same_seed_same_weights_and_no_trace_in_the_global_generator(task):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_new_critic_says_zero_everywhere_and_shares_no_weight(policy, rollout):
+def test_new_critic_says_zero_everywhere_and_copies_the_policys_backbone(policy, rollout):
     critic = critic_from_policy(policy)
+    weights = critic.base_model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in policy.base_model.state_dict().items())
     assert torch.equal(state_values(critic, rollout, all_rows(rollout)), torch.zeros(11))
     with torch.no_grad():
         policy.base_model.embed_tokens.weight.zero_()
@@ -39,6 +41,9 @@ def test_critic_survives_its_checkpoint(policy, rollout, tmp_path):
 def test_a_folder_without_a_value_head_is_refused(policy, tmp_path):
     with pytest.raises(ValueError, match=r"must hold a config.json; got .*empty"):
         load_critic(tmp_path / "empty", torch.device("cpu"))
-    policy.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"must hold a backbone and a head with 1 label; got .*score"):
-        load_critic(tmp_path, torch.device("cpu"))
+    for num_labels in (2, 1):
+        policy.config.num_labels = num_labels
+        policy.save_pretrained(tmp_path)
+        message = rf"must hold a backbone and a head with 1 label; got {num_labels} labels, missing \[.*score.weight"
+        with pytest.raises(ValueError, match=message):
+            load_critic(tmp_path, torch.device("cpu"))

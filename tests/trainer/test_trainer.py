@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vapo.trainer
+import vapo.value_pretraining
+from vapo.metrics import RunLog
 from vapo.models import critic_from_policy, load_critic, tiny_policy
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import (
@@ -192,6 +194,32 @@ def test_sample_rows_pair_prompts_with_their_responses(rollout, task, small_conf
 def test_each_purpose_has_a_seed_of_its_own():
     seeds = [seed_for(purpose, seed) for purpose in ("data", "sampling", "shuffling") for seed in range(3)]
     assert len(set(seeds)) == 9
+
+
+def test_generators_repeat_with_the_seed_and_change_with_it():
+    def draws(seed):
+        generators = make_generators(seed, torch.device("cpu"))
+        tensors = [torch.rand(1, generator=each).item() for each in (generators.sampling, generators.shuffling)]
+        return [generators.data.random(), *tensors]
+
+    assert draws(0) == draws(0)
+    assert len({*draws(0), *draws(1)}) == 6
+
+
+def test_steps_left_out_by_an_early_end_are_not_waited_for(small_config, tmp_path, monkeypatch):
+    logs = []
+
+    class KeptLog(RunLog):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            logs.append(self)
+
+    monkeypatch.setattr(vapo.trainer, "RunLog", KeptLog)
+    train(replace(small_config, pretraining_steps=3, pretraining_target=1e-9), tmp_path / "all")
+    monkeypatch.setattr(vapo.value_pretraining, "explained_variance", lambda *_: torch.tensor(0.7))
+    train(replace(small_config, pretraining_steps=3), tmp_path / "one")
+    assert [log.progress.steps_done for log in logs] == [2 + 3 + 2, 2 + 1 + 2]
+    assert [log.progress.total_steps for log in logs] == [2 + 3 + 2, 2 + 1 + 2]
 
 
 def test_device_is_checked(small_config, monkeypatch):
