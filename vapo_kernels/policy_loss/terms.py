@@ -134,7 +134,10 @@ def denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, 
     """
     tokens = as_denominator(num_tokens, counts[0])
     correct_tokens = as_denominator(num_correct_tokens, counts[1])
-    scale = torch.minimum(tokens, 1024 * correct_tokens) if dtype == torch.float16 else torch.ones_like(tokens)
+    scale = torch.ones_like(tokens)
+    if dtype == torch.float16:
+        # Without a correct token here no NLL term can overflow.
+        scale = torch.where(counts[1] > 0, torch.minimum(tokens, 1024 * correct_tokens), tokens)
     return torch.stack([tokens, correct_tokens, scale])
 
 
