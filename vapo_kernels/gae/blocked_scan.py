@@ -31,6 +31,27 @@ def gae_torch(
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, flat float32; arguments as `gae_op`."""
+    per_sequence = (lam_policies, lam_critics, bootstrap_values)
+    numbers = (gamma, lam_policy, lam_critic, alpha)
+    advantages, returns = _scan_all(rewards, values, cu_seqlens, mask, *per_sequence, num_sequences, *numbers)
+    if num_sequences < 2 or bool((advantages.sum() + returns.sum()).isfinite()):
+        return advantages, returns
+    # A sequence forgets the next one by a decay of 0, but 0 times its NaN is NaN: such sequences are scanned alone.
+    row_length = rewards.numel() // num_sequences
+    bounds = range(0, rewards.numel() + 1, row_length) if cu_seqlens is None else cu_seqlens.tolist()
+    for s, at in enumerate(map(slice, bounds[:-1], bounds[1:])):
+        if not bool((advantages[at].sum() + returns[at].sum()).isfinite()):
+            own = (None if x is None else x[s : s + 1] for x in per_sequence)
+            own_mask = None if mask is None else mask[at]
+            advantages[at], returns[at] = _scan_all(rewards[at], values[at], None, own_mask, *own, 1, *numbers)
+    return advantages, returns
+
+
+def _scan_all(
+    rewards, values, cu_seqlens, mask, lam_policies, lam_critics, bootstrap_values,
+    num_sequences, gamma, lam_policy, lam_critic, alpha,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All sequences as one recursion, in which the end of a sequence has decay 0."""
     num_tokens = rewards.numel()
     if cu_seqlens is None:
         bounds = np.arange(num_sequences + 1) * (num_tokens // max(num_sequences, 1))
