@@ -140,7 +140,7 @@ def logprob_policy_loss(
     mean_entropy = masked(entropy).sum() / tokens
     loss = policy + nll_weight * positive_nll + kl_weight * kl - entropy_weight * mean_entropy  # Eq. 17
     approx_kl = masked(torch.expm1(log_ratio) - log_ratio).sum() / tokens
-    clip_fraction = (is_clipped & mask).sum() / tokens
+    clip_fraction = (is_clipped & mask).sum().to(logprobs.dtype) / tokens
     statistics = (policy, positive_nll, kl, mean_entropy, clip_fraction, approx_kl, count, correct_count, logprobs)
     return PolicyLoss(loss, *(x.detach() for x in statistics))
 
@@ -169,7 +169,7 @@ def value_loss(values, returns, mask, *, old_values=None, clip=None, num_tokens=
         clipped_losses = (clipped - returns).square() / 2
         is_clipped = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)
-    return ValueLoss(losses.sum() / count, ((is_clipped & mask).sum() / count).to(values.dtype))
+    return ValueLoss(losses.sum() / count, (is_clipped & mask).sum().to(values.dtype) / count)
 
 
 def value_moments(values, returns, mask):
