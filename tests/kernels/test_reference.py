@@ -17,7 +17,7 @@ def close(actual, expected):
 def advantages_by_powers(rewards, values, bootstrap, gamma, lam):
     """Eq. 5 as the sum over k that it is, one response at a time."""
     length = len(rewards)
-    after = [*values[1:], bootstrap]
+    after = [*values[1:], bootstrap][:length]
     delta = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [sum((gamma * lam) ** k * delta[t + k] for k in range(length - t)) for t in range(length)]
 
