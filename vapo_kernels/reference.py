@@ -16,6 +16,11 @@ from vapo_kernels.token_logprobs import TokenLogprobs
 from vapo_kernels.value_loss import ValueLoss
 
 
+def _clamp(x, low, high):
+    """x in [low, high], with slope 1 at the bounds too: PyTorch's own clamp has slope 0 there from 2.14 on."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def length_adaptive_lambda(lengths, *, alpha=0.05):
     """λ_policy = clamp(1 − 1/(α l), 0, 1), and 0 for l = 0 (Eq. 15)."""
     lengths = torch.as_tensor(lengths)
@@ -121,9 +126,9 @@ def logprob_policy_loss(
     logprobs, old_logprobs, advantages = masked(logprobs), masked(old_logprobs), masked(advantages)
     weights = mask.to(logprobs.dtype) if token_weights is None else masked(token_weights)
 
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = _clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()  # Eq. 4
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    unclipped, clipped = ratio * advantages, _clamp(ratio, 1 - clip_low, 1 + clip_high) * advantages
     surrogate = torch.minimum(unclipped, clipped)  # Eq. 3
     is_clipped = clipped < unclipped
     if dual_clip is not None:
@@ -135,7 +140,7 @@ def logprob_policy_loss(
 
     kl = logprobs.new_zeros(())
     if ref_logprobs is not None:
-        log_ref_ratio = (masked(ref_logprobs) - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ref_ratio = _clamp(masked(ref_logprobs) - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl = masked(torch.expm1(log_ref_ratio) - log_ref_ratio).sum() / tokens
     mean_entropy = masked(entropy).sum() / tokens
     loss = policy + nll_weight * positive_nll + kl_weight * kl - entropy_weight * mean_entropy  # Eq. 17
@@ -165,7 +170,7 @@ def value_loss(values, returns, mask, *, old_values=None, clip=None, num_tokens=
     losses, is_clipped = (values - returns).square() / 2, torch.zeros_like(mask)
     if clip is not None:
         old_values = old_values.masked_fill(~mask, 0.0).to(values.dtype)
-        clipped = values.clamp(old_values - clip, old_values + clip)
+        clipped = _clamp(values, old_values - clip, old_values + clip)
         clipped_losses = (clipped - returns).square() / 2
         is_clipped = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)
