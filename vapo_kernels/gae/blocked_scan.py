@@ -33,8 +33,10 @@ def gae_torch(
     """Advantages and returns, flat float32; arguments as `gae_op`."""
     per_sequence = (lam_policies, lam_critics, bootstrap_values)
     numbers = (gamma, lam_policy, lam_critic, alpha)
-    advantages, returns = _scan_all(rewards, values, cu_seqlens, mask, *per_sequence, num_sequences, *numbers)
-    if num_sequences < 2 or bool((advantages.sum() + returns.sum()).isfinite()):
+    advantages, returns, is_finite = _scan_all(
+        rewards, values, cu_seqlens, mask, *per_sequence, num_sequences, *numbers
+    )
+    if is_finite or num_sequences < 2:
         return advantages, returns
     # A sequence forgets the next one by a decay of 0, but 0 times its NaN is NaN: such sequences are scanned alone.
     row_length = rewards.numel() // num_sequences
@@ -43,15 +45,15 @@ def gae_torch(
         if not bool((advantages[at].sum() + returns[at].sum()).isfinite()):
             own = (None if x is None else x[s : s + 1] for x in per_sequence)
             own_mask = None if mask is None else mask[at]
-            advantages[at], returns[at] = _scan_all(rewards[at], values[at], None, own_mask, *own, 1, *numbers)
+            advantages[at], returns[at], _ = _scan_all(rewards[at], values[at], None, own_mask, *own, 1, *numbers)
     return advantages, returns
 
 
 def _scan_all(
     rewards, values, cu_seqlens, mask, lam_policies, lam_critics, bootstrap_values,
     num_sequences, gamma, lam_policy, lam_critic, alpha,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All sequences as one recursion, in which the end of a sequence has decay 0."""
+) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    """All sequences as one recursion, in which the end of a sequence has decay 0; and whether all inputs are finite."""
     num_tokens = rewards.numel()
     if cu_seqlens is None:
         bounds = np.arange(num_sequences + 1) * (num_tokens // max(num_sequences, 1))
@@ -72,10 +74,12 @@ def _scan_all(
     # numpy's zeros are pages of the system that nobody has touched: padding costs nothing.
     advantages, returns = (torch.from_numpy(np.zeros(num_tokens, np.float32)) for _ in range(2))
     num_chunks = -(-min(BLOCK_TOKENS, num_true) // SCAN_ROWS)
+    total = bootstraps.sum()
     carry, workspace = torch.zeros(2), torch.empty(3, 2, (SCAN_ROWS + 1) * num_chunks)
     for stop in range(num_true, 0, -BLOCK_TOKENS):
         at = slice(max(0, stop - BLOCK_TOKENS), stop)
         r, v = _take(rewards, places, at).float(), _take(values, places, at).float()
+        total = total + r.sum() + v.sum()
         lams = [_per_token(lam, bounds, at) for lam in (lam_policy, lam_critic)]
         first, last = np.searchsorted(ends.numpy(), [at.start, at.stop])
         carry, later = _scan_block(
@@ -84,7 +88,7 @@ def _scan_all(
         later.mul_(gamma).add_(r)
         _put(later[1], returns, places, at)
         _put(later[0].sub_(v), advantages, places, at)
-    return advantages, returns
+    return advantages, returns, bool(total.isfinite())
 
 
 def _scan_block(r, v, lams, gamma, ends, bootstraps, carry, workspace) -> tuple[Tensor, Tensor]:
