@@ -28,11 +28,14 @@ def test_giving_up_at_once_guesses_a_digit(task):
     assert texts == {f"# {digit} <eos>" for digit in range(10)}
 
 
-def test_an_error_is_carried_on(task):
-    words = task.demonstration(PROBLEM, random.Random(0), error=1.0).split()
-    assert words[0] != "1"
-    assert words[words.index("=") + 1] != str((int(words[0]) - 3) % 10)
-    assert words[-2] == words[words.index("=") + 1]
+def test_every_error_is_one_and_is_carried_on(task):
+    rng = random.Random(0)
+    for _ in range(100):
+        words = task.demonstration(PROBLEM, rng, error=1.0).split()
+        first, second = words[0], words[words.index("=") + 1]
+        assert first != "1"
+        assert second != str((int(first) - 3) % 10)
+        assert words[-2] == second
 
 
 @pytest.mark.parametrize(
