@@ -192,6 +192,24 @@ def sweep_logits(dtype, V: int):
             (i * policy_loss((logits + 0.0).contiguous(), ids, x, x, mask, inplace=True, **options).loss).backward()
 
 
+def sweep_linear(dtype, V: int):
+    """As `sweep_logits`, from hidden states."""
+    import torch
+
+    from vapo_kernels import linear_policy_loss, linear_token_logprobs
+
+    weight = torch.zeros(V, 16, dtype=dtype, requires_grad=True)
+    for i, n in enumerate((1, 2, 16, 17, 48), start=1):
+        hidden = torch.zeros(n, 16, dtype=dtype, requires_grad=True)
+        ids, x, mask = torch.zeros(n + i, dtype=torch.int64)[i:], torch.ones(n + i)[i:], torch.ones(n, dtype=torch.bool)
+        out = linear_token_logprobs(hidden, weight, ids, mask=mask, temperature=i / 2)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        options = {"clip_low": i / 100, "nll_weight": i / 3, "temperature": i / 2, "num_tokens": n + i}
+        with torch.no_grad():
+            linear_policy_loss(hidden, weight, ids, x, x, mask, **options)
+        (i * linear_policy_loss(hidden, weight, ids, x, x, mask, **options).loss).backward()
+
+
 def sweep_tokens(dtype):
     """Calls of every op from per-token tensors that differ in N, S, lengths, T, places in memory and every number."""
     import torch
@@ -235,6 +253,7 @@ def compilations_of_sweeps(target_name: str) -> dict[str, dict[str, int]]:
     for name in DTYPES[:2]:
         dtype = getattr(torch, name)
         sweeps = {f"{name}, V = {V}": lambda d=dtype, V=V: sweep_logits(d, V) for V in (64, 65)}
+        sweeps |= {f"{name} hidden, V = {V}": lambda d=dtype, V=V: sweep_linear(d, V) for V in (64, 65)}
         sweeps[f"{name} tokens"] = lambda d=dtype: sweep_tokens(d)
         for label, call in sweeps.items():
             with recorded_launches(target_name) as launches:
