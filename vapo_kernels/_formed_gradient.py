@@ -18,8 +18,8 @@ def attach(
 ) -> Tensor:
     """``loss`` with ∂loss/∂inputs[i] = gradients[i] / scale.
 
-    With ``in_place`` backward scales the gradients where they lie (and not at all where the factor is 1),
-    so it runs once; without, it leaves them and may run again.
+    With ``in_place`` backward scales the gradients where they lie (and not at all where the factor is 1), so it
+    runs once, and the gradients may be written after the call; without, it leaves them and may run again.
     """
     scale = loss.new_ones(()) if scale is None else scale
     return _attach_op(loss.detach(), inputs, [gradient.detach() for gradient in gradients], scale, in_place)
@@ -38,7 +38,9 @@ def _(loss, inputs, gradients, scale, in_place):
 def _save_for_backward(ctx, inputs, output):
     _, variables, gradients, scale, ctx.in_place = inputs
     ctx.dtypes, ctx.has_run = [x.dtype for x in variables], False
-    ctx.save_for_backward(scale, *gradients)
+    # As an attribute a gradient may still be written; the graph frees it when backward has given it away.
+    ctx.gradients = gradients if ctx.in_place else None
+    ctx.save_for_backward(scale, *([] if ctx.in_place else gradients))
 
 
 def _backward(ctx, dloss):
@@ -52,6 +54,7 @@ def _backward(ctx, dloss):
     scale, *gradients = ctx.saved_tensors
     factor = (dloss / scale).float()
     if ctx.in_place:
+        gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
             rescale_op(gradient, factor)
     else:

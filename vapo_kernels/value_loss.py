@@ -219,9 +219,10 @@ def _value_loss_kernel(
         # The bounds are clamped to, not the difference added back: a value inside them stays itself, bit by bit.
         clipped = tl.where(value > old_value + clip, old_value + clip, value)
         clipped = tl.where(value < old_value - clip, old_value - clip, clipped)
-        clipped_difference = clipped - returned
+        # A NaN fails every comparison: it is put back, so that it is heard.
+        clipped_difference = tl.where(old_value == old_value, clipped, old_value) - returned
         clipped_error = 0.5 * clipped_difference * clipped_difference
-        is_clipped = clipped_error > error
+        is_clipped = (clipped_error <= error) == 0
         error = tl.where(is_clipped, clipped_error, error)
         slope = tl.where(is_clipped, 0.0, slope)
     tl.store(sums_ptr + offsets, error, mask=inside)
@@ -263,7 +264,7 @@ def _value_loss_torch(values, returns, mask, old_values, num_tokens, clip) -> tu
         old_values = old_values.float().masked_fill(~mask, 0.0)
         clipped_difference = values.clamp(old_values - clip, old_values + clip) - returns
         clipped_error = clipped_difference.square() / 2
-        is_clipped = clipped_error > error
+        is_clipped = ~(clipped_error <= error)
         slope = torch.where(is_clipped, 0.0, slope)
         error = torch.where(is_clipped, clipped_error, error)
     return torch.stack([error, is_clipped.float()]), slope / num_tokens

@@ -127,15 +127,22 @@ def policy_loss(
     counts = terms.count_tokens(tokens)
     divisors = terms.denominators(counts, num_tokens, num_correct_tokens, dtype=logits.dtype)
     arguments = (flat(token_ids), *tokens, *split_temperature(temperature), divisors, list(numbers))
-    if inplace and with_gradient:
-        dlogits = logits.detach()
-        sums, logprobs = policy_loss_inplace_op(dlogits, *arguments)
-    else:
+    if not (inplace and with_gradient):
         sums, logprobs, dlogits = policy_loss_op(logits.detach(), *arguments, with_gradient)
+        out = terms.reduce_terms(sums, divisors, numbers, counts, logprobs.view(token_ids.shape))
+        return out._replace(loss=_tie(out.loss, logits, dlogits, divisors)) if with_gradient else out
+    dlogits = logits.detach()
+    # Autograd gives a view whose memory changed a new node that copies its whole base: tie before writing. A compiler
+    # orders by data and has to see the write first.
+    compiling = torch.compiler.is_compiling()
+    tie = None if compiling else _tie(divisors.new_zeros(()), logits, dlogits, divisors)
+    sums, logprobs = policy_loss_inplace_op(dlogits, *arguments)
     out = terms.reduce_terms(sums, divisors, numbers, counts, logprobs.view(token_ids.shape))
-    if not with_gradient:
-        return out
-    return out._replace(loss=_formed_gradient.attach(out.loss, [logits], [dlogits], scale=divisors[2], in_place=True))
+    return out._replace(loss=_tie(out.loss, logits, dlogits, divisors) if compiling else out.loss + tie)
+
+
+def _tie(loss: Tensor, logits: Tensor, dlogits: Tensor, divisors: Tensor) -> Tensor:
+    return _formed_gradient.attach(loss, [logits], [dlogits], scale=divisors[2], in_place=True)
 
 
 def _expect_writable(logits: Tensor) -> None:
