@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] != "train":
             raise ValueError(f"command must be train; got {arguments[0]!r}")
         return _train(_parse(arguments[1:]))
+    except BrokenPipeError:
+        # The reader has left (`vapo train --dry-run | head`); what Python flushes on exit must not meet the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         print(f"vapo: {error}", file=sys.stderr)
         return 2
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(command: Train) -> int:
     if command.dry_run:
-        print(json.dumps(asdict(command.config), indent=2))
+        print(json.dumps(asdict(command.config), indent=2), flush=True)
         return 0
     folder = _run_folder(command)
     try:

@@ -132,3 +132,11 @@ def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings
     assert lines[-1]["phase"] == "vapo"
     assert (folder / "curves.png").stat().st_size > 0
     assert (folder / "config.json").is_file()
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = [sys.executable, "-m", "vapo", "train", "--dry-run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
