@@ -55,8 +55,7 @@ def log1p_unit(x):
     """log(1 + x) for x in [0, 1] to float32 accuracy: 2 atanh(s), s = x/(2 + x) ≤ 1/3, by its series."""
     s = x / (2.0 + x)
     q = s * s
-    series = 1.0 / 15.0
-    series = series * q + 1.0 / 13.0
+    series = 1.0 / 13.0
     series = series * q + 1.0 / 11.0
     series = series * q + 1.0 / 9.0
     series = series * q + 1.0 / 7.0
