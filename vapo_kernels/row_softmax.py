@@ -125,8 +125,10 @@ def write_row_gradient(
             offsets = first + columns
             tl.store(out_ptr + offsets, tl.zeros((BLOCK,), dtype), mask=offsets < V)
     else:
-        for first in range(0, V, BLOCK):
-            offsets = first + columns
+        # From the end, where a sweep that came just before has left the row in cache.
+        num_blocks = tl.cdiv(V, BLOCK)
+        for step in range(0, num_blocks):
+            offsets = (num_blocks - 1 - step) * BLOCK + columns
             z = tl.load(row_ptr + offsets, mask=offsets < V, other=-float("inf")).to(tl.float32) * inv_temperature
             logp = (z - peak) - log_sum
             p = tl.exp(logp)
