@@ -12,6 +12,7 @@ from benchmarks.token_inputs import (
     CLIP_LOW,
     arguments,
     clipped_loss,
+    need_triton,
     plain_logprobs,
     token_inputs,
     true_pieces,
@@ -106,8 +107,7 @@ def load_liger():
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     def run(inputs):
-        if not inputs["logits"].is_cuda:
-            raise RuntimeError("a Triton kernel: needs a GPU")
+        need_triton(inputs["logits"])
         return {"loss": liger_loss(triton_grpo_loss, inputs)}
 
     return run

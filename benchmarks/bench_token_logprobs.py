@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.bench_policy_loss import logits_shapes, make_logits
 from benchmarks.harness import Bench, Shape, main
-from benchmarks.token_inputs import ROWS_OF_TRUTH, plain_logprobs
+from benchmarks.token_inputs import ROWS_OF_TRUTH, need_triton, plain_logprobs
 from benchmarks.worker import sketch
 
 
@@ -70,7 +70,7 @@ def load_trl():
     from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
 
     def run(inputs):
-        _need_gpu(inputs)
+        need_triton(inputs["logits"])
         found = selective_log_softmax_and_entropy(inputs["logits"], inputs["token_ids"])
         return dict(zip(("logprobs", "entropy"), found, strict=True))
 
@@ -85,11 +85,6 @@ def load_flash():
         return {"logprobs": -losses.view(inputs["token_ids"].shape)}
 
     return run
-
-
-def _need_gpu(inputs: dict) -> None:
-    if not inputs["logits"].is_cuda:
-        raise RuntimeError("a Triton kernel: needs a GPU")
 
 
 def bytes_moved(shape: Shape, mode: str) -> int:

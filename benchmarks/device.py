@@ -70,11 +70,14 @@ def gemm_rate(device: str, dtype: torch.dtype, smoke: bool = False) -> float:
 
 def limits(device: str, smoke: bool = False) -> dict[str, float]:
     """The measured limits: copy in bytes/s, products in FLOP/s."""
-    return {
+    found = {
         "copy": copy_bandwidth(device, smoke),
         "gemm_float32": gemm_rate(device, torch.float32, smoke),
         "gemm_bfloat16": gemm_rate(device, torch.bfloat16, smoke),
     }
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def main() -> None:

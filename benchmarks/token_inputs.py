@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vapo_kernels import _dispatch
+
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ROWS_OF_TRUTH = 64
 
@@ -57,6 +59,12 @@ def _logprobs(logits_of_rows, token_ids: Tensor) -> Tensor:
     return torch.cat(found).view(token_ids.shape)
 
 
+def need_triton(x: Tensor) -> None:
+    """Refuse what a Triton kernel cannot run on."""
+    if not (x.is_cuda or _dispatch.use_triton(x)):
+        raise RuntimeError("a Triton kernel: needs a GPU")
+
+
 def arguments(inputs: dict) -> tuple[Tensor, ...]:
     """What every policy loss of ours takes behind the logits."""
     return inputs["token_ids"], inputs["old_logprobs"], inputs["advantages"], inputs["mask"]
@@ -71,10 +79,11 @@ def true_pieces(inputs: dict, logits_of_rows: Callable[[slice], Tensor], *, nll:
     num_correct = (correct & mask).sum()
     for at in _pieces(len(ids)):
         logits = logits_of_rows(at).double().requires_grad_()
-        tokens = (ids[at], old[at].double(), advantages[at].double(), mask[at])
+        tokens = (old[at].double(), advantages[at].double(), mask[at])
         options = {"is_correct": correct[at], "num_correct_tokens": num_correct} if nll else {}
-        out = reference.policy_loss(logits, *tokens, num_tokens=mask.sum(), **options)
-        yield Piece(at, torch.autograd.grad(out.loss, logits)[0], out.loss.detach())
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[at].unsqueeze(1)).squeeze(1)
+        loss = reference.logprob_policy_loss(logprobs, *tokens, num_tokens=mask.sum(), **options).loss
+        yield Piece(at, torch.autograd.grad(loss, logits)[0], loss.detach())
 
 
 def clipped_loss(logprobs: Tensor, inputs: dict) -> Tensor:

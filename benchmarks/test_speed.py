@@ -1,0 +1,45 @@
+"""The benchmarks through pytest-benchmark, on the smallest shape of each: ``pytest benchmarks/ --benchmark-json=…``.
+
+The tables come from ``python -m benchmarks.run``; this is for those who compare runs with pytest-benchmark's own tools.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("pytest_benchmark")
+from benchmarks.harness import load
+from benchmarks.worker import TOLERANCE, answer, backward, error_against
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("gae", "token_logprobs", "policy_loss", "linear_policy_loss")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request):
+    """(bench, shape, inputs, truth), made once for all providers."""
+    bench = load(request.param)
+    shape = min(bench.shapes(DEVICE, False), key=lambda shape: bench.bytes_moved(shape, "both") or shape["V"])
+    inputs = bench.make_inputs(shape, DEVICE)
+    return bench, shape, inputs, bench.truth(inputs)
+
+
+@pytest.mark.parametrize("provider", sorted({provider for name in NAMES for provider in load(name).providers}))
+def test_speed(benchmark, case, provider):
+    bench, shape, inputs, truth = case
+    if provider not in bench.providers:
+        pytest.skip(f"no such provider of {bench.name}")
+    try:
+        run = bench.providers[provider]()
+        error = error_against(truth, answer(bench, run, inputs))
+    except (ImportError, RuntimeError) as absent:
+        pytest.skip(str(absent))
+    assert error is None or error <= TOLERANCE[shape.dtype]
+
+    def call():
+        backward(bench, inputs, run(inputs))
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark.group = f"{bench.name}, {shape.label}, {shape.dtype}"
+    benchmark.extra_info["error"] = error
+    benchmark.pedantic(call, rounds=5, warmup_rounds=1)
