@@ -7,6 +7,8 @@ PYTHON312 ?= python3.12
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.installed
 SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
 
@@ -30,6 +32,11 @@ test: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
+# Threads that wait must not spin: the cores may be shared.
+bench: export OMP_WAIT_POLICY := PASSIVE
+bench: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python -m benchmarks.run --budget 720 --target sm_90 --docs $(ARGS)
+
 # As if on a CUDA device, but on the CPU: out-of-bounds accesses, races and reads of unwritten memory fail at their line.
 # Left out: what touches no kernel, and where tensors that only pretend to be on a device give themselves away.
 SANITIZED := triton and not test_registration and not test_rejects_bad_input
@@ -45,7 +52,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(SANITIZE_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BENCH_VENV) $(SANITIZE_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an installation that was cut short is taken up again.
@@ -55,6 +62,15 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV); this takes a minute or more, once.'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# verl's own list of dependencies asks for engines; benchmarks/peers.txt holds what its GAE imports.
+$(BENCH_STAMP): setup.py constraints.txt benchmarks/peers.txt
+	@echo 'Installing into $(BENCH_VENV); this takes several minutes and 2 GB, once.'
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	    -r benchmarks/peers.txt
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	@touch $@
 
 $(SANITIZE_STAMP): setup.py

@@ -150,7 +150,7 @@ def main() -> None:
         if not old.name.startswith(stem.name):
             old.unlink()
     write(stem, environment, limits, sections)
-    if arguments.docs:
+    if arguments.docs and not settings.smoke:
         refresh_docs(stem, environment, limits, sections)
 
 
