@@ -9,15 +9,18 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test sanitize mutate lint clean
+.PHONY: help train test test-integrations sanitize mutate lint clean
 
 help:
 	@echo "make train     train the small default task: SEED=1 picks the seed, ARGS='--help' lists the settings"
 	@echo "make test      run every test without a GPU: ARGS='-k gae' picks some"
+	@echo "make test-integrations  run the ops inside verl and TRL, in an environment of their own (2.7 GB)"
 	@echo "make sanitize  run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
 	@echo "make mutate    break the kernels a line at a time; a break that no test notices is reported: ARGS='--file gae'"
 	@echo "make lint      check style and format"
@@ -35,7 +38,13 @@ test: $(STAMP)
 # Threads that wait must not spin: the cores may be shared.
 bench: export OMP_WAIT_POLICY := PASSIVE
 bench: $(BENCH_STAMP)
-	$(BENCH_VENV)/bin/python -m benchmarks.run --budget 720 --target sm_90 --docs $(ARGS)
+	$(BENCH_VENV)/bin/python -m benchmarks.run --seconds 1 --budget 720 --target sm_90 --docs $(ARGS)
+
+# Collected only here: the folders are left out of `make test`, and nothing may be skipped because a host is missing.
+test-integrations: export OMP_NUM_THREADS := 1
+test-integrations: $(INTEGRATIONS_STAMP)
+	$(INTEGRATIONS_VENV)/bin/python -m pytest -o norecursedirs= -W ignore \
+	    tests/integrations tests/test_hosts.py vapo/integrations $(ARGS)
 
 # As if on a CUDA device, but on the CPU: out-of-bounds accesses, races and reads of unwritten memory fail at their line.
 # Left out: what touches no kernel, and where tensors that only pretend to be on a device give themselves away.
@@ -52,7 +61,8 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(SANITIZE_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) build dist *.egg-info \
+	    .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an installation that was cut short is taken up again.
@@ -80,4 +90,16 @@ $(SANITIZE_STAMP): setup.py
 	$(PYTHON312) -m venv $(SANITIZE_VENV)
 	$(SANITIZE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'ttsem[triton]==0.1.0' pytest hypothesis numpy
 	$(SANITIZE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# verl and TRL without their dependencies: verl pins another torch, and training, not importing, needs the rest.
+$(INTEGRATIONS_STAMP): setup.py constraints-integrations.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: PYTHON=$(PYTHON) must be Python 3.11 or newer; try 'make PYTHON=python3.11'" >&2; exit 1; }
+	@echo 'Installing into $(INTEGRATIONS_VENV); this takes several minutes and 2.7 GB, once.'
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt \
+	    -e '.[integrations]'
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt \
+	    --no-deps verl trl
 	@touch $@

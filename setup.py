@@ -29,7 +29,15 @@ setup(
         "tasks": ["reasoning-gym", "math-verify"],
         "track": ["trackio", "tensorboard", "wandb"],
         "bench": ["pytest-benchmark", "trl", "liger-kernel"],
+        # What verl 0.9.1 and TRL 1.16 import on a CPU; they themselves are installed without dependencies.
+        "integrations": [
+            *("pytest", "accelerate", "cachetools", "codetiming", "datasets", "fastapi", "hydra-core", "omegaconf"),
+            *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "uvicorn"),
+        ],
         "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
     },
-    entry_points={"console_scripts": ["vapo = vapo.cli:main"]},
+    entry_points={
+        "console_scripts": ["vapo = vapo.cli:main"],
+        "verl.plugins": ["vapo = vapo.integrations.verl"],
+    },
 )
