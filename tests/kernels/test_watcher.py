@@ -140,19 +140,30 @@ def test_linear_ops_launch_one_kernel_a_chunk():
     assert set(seen.launches) <= {"_token_logprobs_kernel", "_token_logprobs_backward_kernel"}
 
 
-def test_token_ops_are_one_launch():
-    x, mask = torch.randn(70), torch.rand(70) < 0.5
+def test_token_ops_are_one_launch_and_read_sampled_tokens_alone():
+    # A read counts for the first argument that holds its address, so each is a tensor of its own.
+    x, y, z, entropy, weights, ref = torch.randn(6, 70).unbind()
+    mask, correct = torch.rand(70) < 0.5, torch.rand(70) < 0.5
+    options = {"is_correct": correct, "entropy": entropy, "token_weights": weights, "ref_logprobs": ref}
     for call, kernel in (
-        (lambda: logprob_policy_loss(x, x, x, mask, is_correct=mask, entropy=x), "_logprob_policy_loss_kernel"),
-        (lambda: value_loss(x, x, mask, old_values=x, clip=0.2), "_value_loss_kernel"),
-        (lambda: value_moments(x, x, mask), "_moments_kernel"),
+        (lambda: logprob_policy_loss(x, y, z, mask, kl_weight=0.1, **options), "_logprob_policy_loss_kernel"),
+        (lambda: value_loss(x, y, mask, old_values=z, clip=0.2), "_value_loss_kernel"),
+        (lambda: value_moments(x, y, mask), "_moments_kernel"),
     ):
         with watch() as seen:
             call()
         assert seen.launches == [kernel]
+        assert_only_sampled_are_read(seen, mask)
     with watch() as seen:
         masked_whiten(x, mask)
     assert seen.launches == ["_moments_kernel", "_whiten_kernel"]
+
+
+def assert_only_sampled_are_read(seen, mask):
+    """The mask is read whole; of what is [N] beside it, no more than the True places."""
+    for name, count in seen.bytes_read.items():
+        if name not in ("mask_ptr", "denominators_ptr", "num_tokens_ptr"):
+            assert count <= 4 * mask.sum(), name
 
 
 @triton.jit
