@@ -189,14 +189,14 @@ BENCH = Bench(
     make_inputs=make_inputs,
     truth=truth,
     providers={
+        "ours, padded": load_padded,
         "reference (eager)": load_columns,
         "verl": load_verl,
-        "chunked matmul scan (as slime, own code)": load_chunks,
-        "torchrl, vectorised": load_torchrl,
-        "ours, padded": load_padded,
         "ours, padded, then whitened (verl's work)": load_whitened,
         "ours, packed": load_packed,
         "ours, packed, VAPO's two λ": load_adaptive,
+        "chunked matmul scan (as slime, own code)": load_chunks,
+        "torchrl, vectorised": load_torchrl,
     },
     wrt=(),
     modes={"cpu": ("forward",), "cuda": ("forward",)},
@@ -204,8 +204,8 @@ BENCH = Bench(
     note=(
         "The reference is the column loop over the padded batch: torch.compile would unroll its thousands of steps, so"
         " there is no compiled row. verl whitens in the same function. torchrl cuts λᵗ off below 1e-7, which λ = 1"
-        " never reaches. Only the last row computes what VAPO asks for: λ_critic = 1 for the returns, Eq. 15 for each"
-        " sequence. GB/s counts 16 B a sampled token; padded rows also write padding."
+        " never reaches. Only the row of two λ computes what VAPO asks for: λ_critic = 1 for the returns, Eq. 15 for"
+        " each sequence. GB/s counts 16 B a sampled token; padded rows also write padding."
     ),
 )
 

@@ -23,7 +23,7 @@ from benchmarks.harness import ROOT, Settings, load, rows, settings_from
 
 # With the share of the budget that each gets.
 BENCHES = {
-    "cpu": {"gae": 0.28, "token_logprobs": 0.1, "policy_loss": 0.17, "linear_policy_loss": 0.45},
+    "cpu": {"gae": 0.25, "token_logprobs": 0.08, "policy_loss": 0.22, "linear_policy_loss": 0.45},
     "cuda": {"gae": 0.15, "token_logprobs": 0.25, "policy_loss": 0.35, "linear_policy_loss": 0.25},
 }
 DOCS = ROOT / "docs" / "performance.md"
@@ -74,7 +74,11 @@ def run_benches(settings: Settings, copy: float, stem: Path) -> dict[str, dict]:
         bench, left = load(name), deadline - time.monotonic()
         share = weights.pop(name)
         mine = Settings(**asdict(settings) | {"budget": left * share / (share + sum(weights.values()))})
-        found = list(rows(bench, mine))
+        found = []
+        for row in rows(bench, mine):
+            found.append(row)
+            said = f"{row.median_ms:.1f} ms" if row.median_ms is not None else row.failure
+            print(f"{name}, {row.shape}, {row.dtype}, {row.provider} {row.mode}: {said}", file=sys.stderr, flush=True)
         text = tables.markdown(bench, found, copy)
         print(text, flush=True)
         if tables.picture(bench, found, Path(f"{stem}_{name}.png")):

@@ -3,6 +3,8 @@
 The tables come from ``python -m benchmarks.run``; this is for those who compare runs with pytest-benchmark's own tools.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -14,20 +16,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("gae", "token_logprobs", "policy_loss", "linear_policy_loss")
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def case(request):
-    """(bench, shape, inputs, truth), made once for all providers."""
-    bench = load(request.param)
+PAIRS = [(name, provider) for name in NAMES for provider in load(name).providers]
+
+
+@functools.lru_cache(maxsize=1)
+def case(name: str):
+    """(bench, shape, inputs, truth), made once for all providers of a bench."""
+    bench = load(name)
     shape = min(bench.shapes(DEVICE, False), key=lambda shape: bench.bytes_moved(shape, "both") or shape["V"])
     inputs = bench.make_inputs(shape, DEVICE)
     return bench, shape, inputs, bench.truth(inputs)
 
 
-@pytest.mark.parametrize("provider", sorted({provider for name in NAMES for provider in load(name).providers}))
-def test_speed(benchmark, case, provider):
-    bench, shape, inputs, truth = case
-    if provider not in bench.providers:
-        pytest.skip(f"no such provider of {bench.name}")
+@pytest.mark.parametrize(("name", "provider"), PAIRS, ids=[f"{name}: {provider}" for name, provider in PAIRS])
+def test_speed(benchmark, name, provider):
+    bench, shape, inputs, truth = case(name)
     try:
         run = bench.providers[provider]()
         error = error_against(truth, answer(bench, run, inputs))

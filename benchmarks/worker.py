@@ -123,13 +123,17 @@ class CudaMeter:
 def measure(bench: Bench, shape: Shape, provider: str, settings: Settings, folder: Path, number: int) -> list[Row]:
     """The rows of one provider on one shape: right first, then fast."""
     blank = Row(bench.name, shape.label, shape.dtype, provider)
-    truth_file = folder / f"{number}.pt"
+    truth_file, inputs_file = folder / f"truth{number}.pt", folder / f"inputs{number}.pt"
     try:
         if provider == TRUTH:
-            torch.save(bench.truth(bench.make_inputs(shape, settings.device)), truth_file)
+            inputs = bench.make_inputs(shape, settings.device)
+            torch.save(bench.truth(inputs), truth_file)
+            if settings.device == "cpu":
+                # Drawing them takes a CPU longer than reading them.
+                torch.save(inputs, inputs_file)
             return []
         run = bench.providers[provider]()
-        inputs = bench.make_inputs(shape, settings.device)
+        inputs = torch.load(inputs_file) if inputs_file.exists() else bench.make_inputs(shape, settings.device)
         answered = answer(bench, run, inputs)
         blank.error = error_against(torch.load(truth_file), answered)
         del answered
