@@ -1,8 +1,8 @@
 """PPO with a critic in one file of plain PyTorch: your loop, your model, these ops.
 
 The task: the prompt says n, the response must be n ticks and a stop. Responses differ in length, so they are packed end
-to end, N tokens of S responses, and nothing is padded. The reward says how near the response came; whether it is correct
-is another matter, and that is what the NLL goes by.
+to end, N tokens of S responses, and nothing is padded. The reward says how near the response came; whether it is
+correct is another matter, and that is what the NLL goes by.
 
     python examples/plain_ppo.py --steps 40
 """
