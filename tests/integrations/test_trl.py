@@ -145,6 +145,17 @@ def test_loss_equals_trls_own_without_nll(tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
+def test_logprobs_are_of_temperature_scaled_logits(tmp_path):
+    one = trainer(VAPOTrainer, tmp_path, {"temperature": 0.5})
+    ids = torch.tensor([[2, 3, 4, 5]])
+    logprobs = one._get_per_token_logps_and_entropies(one.model, ids, torch.ones_like(ids), 2)[0]
+    logits = one.model(ids).logits[0, [1, 2]]
+    scaled, plain = ((logits / t).log_softmax(-1)[[0, 1], [4, 5]] for t in (0.5, 1.0))
+    # TRL's kernel sums in chunks and errs by 5e-4 here.
+    torch.testing.assert_close(logprobs[0], scaled, rtol=0, atol=2e-3)
+    assert (logprobs[0] - plain).abs().min() > 5e-3
+
+
 def test_positive_nll_is_equation_16(tmp_path):
     one = trainer(VAPOTrainer, tmp_path, nll_weight=0.5)
     out = gathered(one)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -100,6 +102,8 @@ def test_reward_on_a_tools_output_counts_on_the_last_sampled_token():
     )
     returns = ray_trainer.compute_advantage(data, "gae", config=config(alpha=1.0)).batch["returns"]
     assert returns.tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    # verl's own loses it.
+    assert verl_gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)[1][0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_other_estimators_are_left_alone():
@@ -115,6 +119,17 @@ def test_other_estimators_are_left_alone():
 def test_rejects_unknown_settings():
     with pytest.raises(ValueError, match=r"vapo: expected keys among alpha, .*, got \{'lambda': 1"):
         ray_trainer.compute_advantage(rollout(), "gae", config=config(**{"lambda": 1}))
+
+
+def test_critic_warmup_of_51_is_50_steps():
+    def updates_actor(step):
+        trainer = MagicMock()
+        trainer.config.trainer.critic_warmup, trainer.global_steps = 51, step
+        trainer.replay_buffer.sample.return_value = (MagicMock(), {})
+        PPOTrainer._step_once(trainer, {}, {}, 1)
+        return trainer._update_actor.called
+
+    assert [step for step in range(1, 54) if not updates_actor(step)] == list(range(1, 51))
 
 
 def actor_config(loss_mode="vapo", **kwargs) -> FSDPActorConfig:
