@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -18,8 +19,10 @@ from verl import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
-from verl.utils import tensordict_utils
+from verl.utils import device, tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -384,3 +387,75 @@ def test_changed_host_names_the_supported_version(monkeypatch):
     monkeypatch.delattr(core_algos, "compute_gae_advantage_return")
     with pytest.raises(vapo.integrations.UnsupportedHost, match=r"has no attribute .*verl==0.9.1"):
         plugin.activate()
+
+
+class CPUEngine(FSDPEngine):
+    """verl's FSDP engine with its own micro-batching and loss accounting; only the model is a table of log-probs."""
+
+    def __init__(self, table):
+        self.table, self.optimizer = table, torch.optim.SGD([table], lr=0.0)
+        self.engine_config, self.scaler, self.ulysses_sequence_parallel_size = None, None, 1
+
+    def get_data_parallel_group(self):
+        return None
+
+    def get_data_parallel_size(self):
+        return 1
+
+    def is_mp_src_rank_with_outputs(self):
+        return True
+
+    def _gradient_sync_context(self, is_last_micro_batch):
+        return nullcontext()
+
+    def optimizer_step(self):
+        return 0.0
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        rows = micro_batch["input_ids"].unbind()
+        log_probs = jagged([self.table[row] for row in rows])
+        loss, metrics = loss_function(model_output={"log_probs": log_probs}, data=micro_batch, dp_group=None)
+        return loss, {"model_output": {}, "loss": loss.detach().item(), "metrics": metrics}
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    for module in (transformer_impl, device):
+        monkeypatch.setattr(module, "get_device_id", lambda: "cpu")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_engine_micro_batches_add_up_to_equations_3_and_16(one_rank, micro_batch_size):
+    data, logprobs = step_data()
+    lengths = [len(x) for x in logprobs]
+    data["input_ids"] = jagged(torch.arange(sum(lengths)).split(lengths))
+    data["loss_mask"] = data["response_mask"]
+    given = tensordict_utils.get_tensordict(
+        dict(data.exclude("dp_size", "batch_num_tokens", "global_batch_size", "num_correct_tokens").items()),
+        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": micro_batch_size, "global_batch_size": 4},
+    )
+    table = torch.cat(logprobs).requires_grad_()
+    one = worker(root_config(nll_weight=0.3))
+    one.actor.engine = CPUEngine(table)
+    plugin.add_positive_nll(one)
+    out = one.actor.engine.train_batch(given, loss_function=one.actor.loss_fn)
+
+    packed = {name: data[name].values() for name in ("old_log_probs", "advantages", "response_mask")}
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    at = torch.cat([torch.arange(e - r - 1, e - 1) for e, r in zip(ends, RESPONSES, strict=True)])
+    leaf = table.detach().requires_grad_()
+    expected = reference.logprob_policy_loss(
+        leaf[at],
+        packed["old_log_probs"],
+        packed["advantages"],
+        packed["response_mask"].bool(),
+        is_correct=torch.tensor([True, False, True, False]).repeat_interleave(torch.tensor(RESPONSES)),
+        dual_clip=3.0,
+        nll_weight=0.3,
+    )
+    expected.loss.backward()
+    assert sum(out["loss"]) == pytest.approx(expected.loss.item(), rel=1e-5)
+    torch.testing.assert_close(table.grad, leaf.grad, rtol=1e-5, atol=1e-7)

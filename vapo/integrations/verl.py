@@ -29,12 +29,8 @@ from torch import Tensor
 from vapo.integrations import host_attribute
 from vapo_kernels import logprob_policy_loss, masked_whiten, padded_gae
 
-PLUGIN_GROUP = "verl.plugins"
 LOSS_MODE = "vapo"
-# The worker's count of a mini-batch's correct tokens, beside verl's own `batch_num_tokens`.
 COUNT_KEY = "num_correct_tokens"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +63,10 @@ def settings_near(config: Any) -> Settings | None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not OmegaConf.is_config(config):
-        return None
     try:
-        node = OmegaConf.select(config, "..vapo")
-    except OmegaConfBaseException:
-        return None  # a config without a parent
+        node = OmegaConf.select(config, "..vapo") if OmegaConf.is_config(config) else None
+    except OmegaConfBaseException:  # A config without a parent.
+        node = None
     if node is None:
         return None
     given, known = OmegaConf.to_container(node, resolve=True), [field.name for field in fields(Settings)]
@@ -92,15 +86,10 @@ def gae_advantage_return(
     Unlike verl's own: λ_policy and λ_critic may differ; a masked place is never read; its reward, where a response
     ends on a tool's output, counts on the last sampled token; masked returns are 0.
 
-    Args:
-        token_level_rewards: [B, T] floating.
-        values: [B, T] floating.
-        response_mask: [B, T] bool, integer or float 0/1.
-        gamma: γ.
-        lam: verl's ``algorithm.lam``: both λ where the config has no ``vapo`` node, else unused.
+    ``lam``, verl's ``algorithm.lam``, is both λ where the config has no ``vapo`` node, and else unused.
 
     Returns:
-        Advantages, whitened unless the ``vapo`` node says otherwise, and returns; [B, T] float32.
+        Advantages, whitened unless the ``vapo`` node says otherwise, and returns; [B, T] float32, like all arguments.
     """
     settings = _settings.get() or Settings(lam_policy=lam, lam_critic=lam)
     out = padded_gae(
@@ -141,13 +130,9 @@ def policy_loss(
     """The clipped surrogate (Eq. 3, 4) as verl's policy loss ``vapo``: this micro-batch's share of the global mean.
 
     Args:
-        old_log_prob: [B, T] floating.
-        log_prob: [B, T] floating, with a gradient.
-        advantages: [B, T] floating.
-        response_mask: [B, T] bool.
+        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: [B, T]; None for no weights.
         loss_agg_mode: ``token-mean`` or ``seq-mean-token-mean``.
         config: verl's actor config: its clip range, ``clip_ratio_c`` and ``global_batch_info`` are used.
-        rollout_is_weights: [B, T] floating or None. Importance weights of the rollout correction.
 
     Returns:
         The loss and verl's metrics of this micro-batch; ``actor/ppo_kl`` is the k3 estimate.
@@ -189,13 +174,6 @@ def loss_with_positive_nll(
 
     The denominator is the number of correct tokens of the whole mini-batch, over all ranks, as `count_correct_tokens`
     left it; the NLL is of the temperature-scaled logits, like all log-probs in verl.
-
-    Args:
-        config: verl's actor config.
-        model_output: Its ``log_probs`` are jagged, prompts included.
-        data: The micro-batch with ``rm_scores``.
-        dp_group: Passed on.
-        settings: ``nll_weight`` and ``correct_above`` are used.
     """
     from verl.utils.metric import AggregationType, Metric
     from verl.workers.utils.losses import ppo_loss
@@ -232,8 +210,7 @@ def correct_tokens(data: Any, settings: Settings) -> Tensor:
 
 def count_correct_tokens(engine: Any, settings: Settings) -> None:
     """Make an engine's ``train_batch`` count the mini-batch's correct tokens over all ranks before it cuts it up."""
-    from verl.utils import tensordict_utils
-    from verl.utils.device import get_device_id
+    from verl.utils import device, tensordict_utils
 
     train_batch = engine.train_batch
 
@@ -241,7 +218,7 @@ def count_correct_tokens(engine: Any, settings: Settings) -> None:
     def train_counted_batch(data, loss_function):
         count = correct_tokens(data, settings).sum()
         if torch.distributed.is_initialized():
-            count = count.to(get_device_id())
+            count = count.to(device.get_device_id())
             torch.distributed.all_reduce(count, group=engine.get_data_parallel_group())
         tensordict_utils.assign_non_tensor(data, **{COUNT_KEY: count.item()})
         return train_batch(data, loss_function)
@@ -249,14 +226,13 @@ def count_correct_tokens(engine: Any, settings: Settings) -> None:
     engine.train_batch = train_counted_batch
 
 
-def _expect_field(data: Any, name: str, purpose: str) -> None:
-    names = set(data.keys())
-    if name not in names:
-        raise ValueError(f"data: expected {name}, {purpose}, got {', '.join(sorted(names))}")
-
-
 def _padded(x: Tensor) -> Tensor:
     return x.to_padded_tensor(0) if x.is_nested else x
+
+
+def _expect_field(data: Any, name: str, purpose: str) -> None:
+    if name not in data:
+        raise ValueError(f"data: expected {name}, {purpose}, got {', '.join(sorted(data.keys()))}")
 
 
 def _compute_advantage_with_settings(compute_advantage):
@@ -306,10 +282,10 @@ def add_positive_nll(worker: Any) -> None:
 
 @functools.cache
 def _say_once(sentence: str) -> None:
-    logger.warning("vapo: %s", sentence)
+    logging.getLogger(__name__).warning("vapo: %s", sentence)
 
 
-# Where the four go, and the parameters that each place had in the supported version.
+# What is replaced, and the parameters that it had in the supported version.
 _PLACES = {
     "verl.trainer.ppo.core_algos:compute_gae_advantage_return": (
         "token_level_rewards", "values", "response_mask", "gamma", "lam",
@@ -319,7 +295,6 @@ _PLACES = {
     ),
     "verl.workers.engine_workers:ActorRolloutRefWorker.init_model": ("self",),
 }  # fmt: skip
-_ppo_loss_parameters = ("config", "model_output", "data", "dp_group")
 _replaced: dict[str, Any] = {}
 
 
@@ -332,7 +307,7 @@ def activate() -> None:
     if _replaced:
         return
     _, advantage, init_model = (host_attribute("verl", path, names) for path, names in _PLACES.items())
-    host_attribute("verl", "verl.workers.utils.losses:ppo_loss", _ppo_loss_parameters)
+    host_attribute("verl", "verl.workers.utils.losses:ppo_loss", ("config", "model_output", "data", "dp_group"))
     register = host_attribute("verl", "verl.trainer.ppo.core_algos:register_policy_loss", ("name",))
     ours = (gae_advantage_return, _compute_advantage_with_settings(advantage), _init_model_with_nll(init_model))
     for path, replacement in zip(_PLACES, ours, strict=True):
@@ -355,20 +330,20 @@ def check() -> None:
     activate()
     modules = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    installed = [point for point in metadata.entry_points(group=PLUGIN_GROUP) if point.value == __name__]
-    is_allowed = policy == "auto" or any(point.name in policy.split(",") for point in installed)
+    installed = [point for point in metadata.entry_points(group="verl.plugins") if point.value == __name__]
+    allowed = [name.strip() for name in policy.split(",")]
+    is_allowed = policy == "auto" or any(point.name in allowed for point in installed)
     if __name__ not in modules and not (installed and is_allowed):
         raise RuntimeError(
             f"expected verl to load {__name__} in its workers, got entry points {[point.name for point in installed]}"
             f" and VERL_USE_EXTERNAL_PLUGINS={policy}; reinstall vapo, or set VERL_USE_EXTERNAL_MODULES={__name__}"
         )
-    for path, ours in _replaced.items():
-        if host_attribute("verl", path) is not ours:
-            raise RuntimeError(f"expected {path} to be vapo's, got {host_attribute('verl', path)}")
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    if get_policy_loss_fn(LOSS_MODE) is not policy_loss:
-        raise RuntimeError(f"expected policy loss {LOSS_MODE!r} to be vapo's, got {get_policy_loss_fn(LOSS_MODE)}")
+    found = {path: host_attribute("verl", path) for path in _replaced} | {LOSS_MODE: get_policy_loss_fn(LOSS_MODE)}
+    for place, ours in (_replaced | {LOSS_MODE: policy_loss}).items():
+        if found[place] is not ours:
+            raise RuntimeError(f"expected {place} to be vapo's, got {found[place]}")
 
 
 activate()
