@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import ray
 import torch
 import verl.trainer.ppo.core_algos as core_algos
 import verl.trainer.ppo.ray_trainer as ray_trainer
@@ -327,11 +328,24 @@ def test_actor_gets_the_loss_and_the_count():
         plugin.add_positive_nll(worker(root_config(alpha=0.05), loss=plugin.policy_loss))
 
 
-def test_settings_reach_a_worker_as_ray_ships_them():
-    import cloudpickle
+@pytest.fixture
+def cluster():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
-    shipped = cloudpickle.loads(cloudpickle.dumps(root_config(alpha=0.5).actor_rollout_ref))
-    assert plugin.settings_near(shipped).alpha == 0.5
+
+def test_ray_worker_has_the_plugin_and_its_settings(cluster):
+    def look(config):
+        import sys
+
+        from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+
+        settings = sys.modules["vapo.integrations.verl"].settings_near(config)
+        return compute_gae_advantage_return.__module__, settings.alpha
+
+    config = root_config(alpha=0.5).actor_rollout_ref
+    assert ray.get(ray.remote(look).remote(config)) == ("vapo.integrations.verl", 0.5)
 
 
 def test_worker_method_keeps_verls_dispatch():
