@@ -44,7 +44,7 @@ def row_strides(logits: Tensor) -> tuple[Tensor, int, int, int]:
 @triton.jit
 def row_ptr_of(ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED: tl.constexpr):
     """Start of a row, in 64-bit arithmetic; ALIGNED lets the compiler use 128-bit loads and stores."""
-    # A 64-bit division is a function call on NVIDIA, for which a kernel spills; a grid has fewer than 2³¹ rows.
+    # A 64-bit division is a function call on NVIDIA; a grid has fewer than 2³¹ rows, so 32 bits hold the row.
     row = row.to(tl.int32)
     offset = (row // inner_rows).to(tl.int64) * stride_outer + (row % inner_rows).to(tl.int64) * stride_inner
     return ptr + (tl.multiple_of(offset, 16) if ALIGNED else offset)
