@@ -83,7 +83,9 @@ def packed_gae(
     skipped without decay or δ: the recursion is that of the sequence without it, and neither its value nor
     its reward is read. So a verifier's reward belongs on the last *sampled* token. A sequence without a True
     token yields zeros, as do tokens behind ``cu_seqlens[-1]``. Nothing here carries a gradient. The recursion
-    runs in float32 whatever comes in: in bfloat16 a λ near 1 would round to 1.
+    runs in float32 whatever comes in: in bfloat16 a λ near 1 would round to 1. The kernel moves 16 bytes a token
+    in float32, one more with a mask, two where Eq. 15 has to count a long masked sequence first. On the CPU a
+    sequence's last bit may depend on where it lies in the packing.
 
     Args:
         rewards: [N] floating. r_t.
