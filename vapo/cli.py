@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
+        return 0
+    if arguments[0] == "--version":
+        print(version("vapo"))
         return 0
     try:
         if arguments[0] != "train":

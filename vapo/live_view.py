@@ -69,7 +69,7 @@ class Progress:
             return "?"
         pace = (self._last - self._phase_began) / self.step
         seconds = pace * max(0, self.total_steps - self.steps_done)
-        return clock(seconds) if self.phase == "vapo" else f"over {clock(seconds)}"
+        return clock(seconds) if self.phase == "vapo" else f"≥ {clock(seconds)}"
 
 
 class PlainView:
@@ -87,13 +87,15 @@ class PlainView:
         """Nothing to put back."""
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Print the quantities that this step has."""
+        """Print the quantities that this step has; of the many short steps of the warm start, every tenth."""
         progress = self._progress
+        if progress.phase == "warm_start" and progress.step % 10:
+            return
         values = [(quantity, _value(quantity, metrics)) for quantity in SHOWN]
         shown = [f"{quantity.short} {value:{quantity.format}}" for quantity, value in values if value is not None]
         place = f"{clock(time.monotonic() - progress.began):>6}  {PHASES[progress.phase]} {progress.step}"
         share = f"[{progress.steps_done}/{progress.total_steps}]"
-        self._print("  ".join([place, share, *shown, f"left {progress.time_left}"]))
+        self._print("  ".join([place, share, *shown, f"time left {progress.time_left}"]))
 
     def sample(self, row: dict[str, Any]) -> None:
         """Samples are left to ``samples.jsonl``."""
@@ -152,7 +154,7 @@ class LiveView:
         progress = self._progress
         title = f"{PHASES.get(progress.phase, 'starting')}, step {progress.step}"
         share = f"{progress.steps_done}/{progress.total_steps} steps in all"
-        times = f"{clock(time.monotonic() - progress.began)} gone, {progress.time_left} left"
+        times = f"{clock(time.monotonic() - progress.began)} gone, time left {progress.time_left}"
         head = Text.assemble((title, "bold"), f"  {share}  {times}")
         parts = [head, self._table()]
         if self._sample is not None:

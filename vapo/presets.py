@@ -16,10 +16,10 @@ PPO = {
 
 PRESETS = {
     # All seven parts, at the size of the embedded job. Its responses have about 40 tokens, where the paper's α = 0.05
-    # leaves λ_policy near 0 and the advantages hang on a weak critic alone; α = 1 gives the λ that the paper has at 800
-    # tokens.
+    # gives a λ_policy of 0.5, and 20 where RL starts, where it gives 0: the advantages would hang on a weak critic
+    # alone. α = 1 gives the λ that the paper has at 800 tokens.
     "embedded": {"alpha": 1.0},
-    # All seven parts with the paper's constants; meant for responses of hundreds of tokens and more.
+    # All seven parts with the paper's α; meant for responses of hundreds of tokens and more.
     "vapo": {},
     # VC-PPO (arXiv 2503.01491): PPO with a pretrained critic and decoupled λ.
     "vc_ppo": PPO | {"value_pretraining": True, "decoupled_gae": True},

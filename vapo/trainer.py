@@ -86,7 +86,7 @@ def train(config: Config, folder: Path) -> dict[str, float]:
             log.log("vapo", step, metrics)
             log.samples("vapo", step, samples)
             if metrics["critic/lambda_policy/mean"] < 0.5:
-                log.note(small_lambda_warning(metrics["critic/lambda_policy/mean"], config))
+                log.note(small_lambda_warning(config))
 
         save_models(learner, task, folder)
         log.summary(summary_rows(before, after, config, time.perf_counter() - began))
@@ -199,6 +199,12 @@ def pretrained_critic(
     )
     for step, metrics in enumerate(phase, 1):
         log.log("value_pretraining", step, metrics)
+    explained = metrics["critic/pretrain/vf_explained_var"]
+    if explained < config.pretraining_target:
+        log.note(
+            f"value pretraining ended at its limit of {step} rollouts: explained variance {explained:.2f},"
+            f" target {config.pretraining_target:g}"
+        )
     log.progress.total_steps -= config.pretraining_steps - step
     critic.save_pretrained(folder)
     return load_critic(folder, policy.device)
@@ -252,14 +258,14 @@ def save_models(learner: Learner, task: Task, folder: Path) -> None:
     learner.critic.save_pretrained(folder / "critic")
 
 
-def small_lambda_warning(mean_lambda: float, config: Config) -> str:
+def small_lambda_warning(config: Config) -> str:
     """Say what a small λ_policy means for a run."""
     cause = f"lam_policy = {config.lam_policy:g} for all"
     if config.length_adaptive_gae:
         cause = f"α = {config.alpha:g} is small for responses this short"
     return (
         "the mean λ_policy of a batch fell below 0.5: rewards reach early tokens through the critic alone"
-        f" ({cause}; first seen: {mean_lambda:.2f})"
+        f" ({cause}; see critic/lambda_policy/mean)"
     )
 
 

@@ -34,6 +34,15 @@ def expect_mask(x: object, name: str, *, like: Tensor, shape: torch.Size | tuple
     expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
     dtypes = (x.dtype,) if x.is_floating_point() else MASK_DTYPES
     expect_tensor(x, name, like=like, shape=shape, dtypes=dtypes)
+    if x.dtype != torch.bool:
+        expect_values(x, (x == 0) | (x == 1), name, "0 and 1 alone (an additive mask is none)")
+
+
+def expect_values(x: Tensor, good: Tensor, name: str, expected: str) -> None:
+    """Check the values of a CPU tensor outside a compiled function: elsewhere that would wait for the device."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or bool(good.all()):
+        return
+    expect(False, name, expected, x[~good][0].item())
 
 
 def expect_number(

@@ -71,7 +71,7 @@ def linear_token_logprobs(
     expect_tensor(token_ids, "token_ids", like=hidden, shape=shape, dtypes=INDEX_DTYPES)
     if mask is not None:
         expect_mask(mask, "mask", like=hidden, shape=shape)
-    expect_temperature(temperature, like=hidden, shape=shape)
+    expect_temperature(temperature, mask, like=hidden, shape=shape)
     hidden, weight, bias = autocast(hidden, weight, bias)
     temperatures, inv_temperature = split_temperature(temperature)
     rows, sampled = hidden.reshape(-1, hidden.shape[-1]), None if mask is None else as_mask(mask)

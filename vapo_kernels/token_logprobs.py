@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_kernels._arguments import INDEX_DTYPES, as_mask, expect, expect_mask, expect_number, expect_tensor, flat
+from vapo_kernels._arguments import (
+    INDEX_DTYPES,
+    as_mask,
+    expect,
+    expect_mask,
+    expect_number,
+    expect_tensor,
+    expect_values,
+    flat,
+)
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
 from vapo_kernels.row_softmax import (
     expect_ids_inside,
@@ -87,13 +96,16 @@ def expect_rows(logits: Tensor, token_ids: Tensor, mask: Tensor | None, temperat
     expect_tensor(token_ids, "token_ids", like=logits, shape=shape, dtypes=INDEX_DTYPES)
     if mask is not None:
         expect_mask(mask, "mask", like=logits, shape=shape)
-    expect_temperature(temperature, like=logits, shape=shape)
+    expect_temperature(temperature, mask, like=logits, shape=shape)
 
 
-def expect_temperature(temperature: float | Tensor, *, like: Tensor, shape: torch.Size) -> None:
-    """Check τ: a number > 0, or one for each token."""
+def expect_temperature(temperature: float | Tensor, mask: Tensor | None, *, like: Tensor, shape: torch.Size) -> None:
+    """Check τ: a number > 0, or one for each token, > 0 where the mask is True."""
     if isinstance(temperature, Tensor):
         expect_tensor(temperature, "temperature", like=like, shape=shape)
+        good = (temperature > 0) & (temperature < torch.inf)
+        good = good if mask is None else good | (mask == 0)
+        expect_values(temperature, good, "temperature", "finite numbers > 0 where the mask is True")
     else:
         expect_number(temperature, "temperature", "a number > 0 or a tensor [...]", low=0, open_low=True)
 

@@ -67,7 +67,7 @@ def value_loss(
         ValueError: If a shape, dtype, device or range is not as above.
 
     Example:
-        The article's worked example: values 0, returns 0.95ᵏ.
+        Five tokens with values 0 and returns 0.95ᵏ.
 
         >>> returns = 0.95 ** torch.arange(4.0, -1.0, -1.0)
         >>> value_loss(torch.zeros(5), returns, torch.ones(5)).loss

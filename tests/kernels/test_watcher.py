@@ -16,6 +16,7 @@ from vapo_kernels import (
     value_loss,
     value_moments,
 )
+from vapo_kernels._formed_gradient import rescale_op
 from vapo_kernels.gae import kernel as gae_kernel
 
 triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
@@ -104,6 +105,15 @@ def test_policy_loss_reads_twice_and_writes_once_with_a_gradient(inplace):
     # The factor is 1: it is read by every program, and nothing else moves.
     assert set(seen.launches) == {"_rescale_kernel"}
     assert set(seen.bytes_read) == {"factor_ptr"} and not seen.bytes_written
+
+
+def test_policy_loss_gradient_is_rescaled_to_its_end_and_no_further():
+    # A part of a block, and rows that lie apart.
+    for x in (torch.ones(37), torch.ones(2, 40)[:, :37]):
+        with watch() as seen:
+            rescale_op(x, torch.tensor(3.0))
+        assert seen.bytes_read["x_ptr"] == seen.bytes_written["x_ptr"] == 4 * x.numel()
+        assert (x == 3).all()
 
 
 def test_policy_loss_reads_once_without_a_gradient():

@@ -144,8 +144,9 @@ def test_plain_lines_carry_the_values_without_control_characters(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
-    with run_log(tmp_path) as log:
-        log.log("warm_start", 2, {"warm_start/loss": 2.5})
+    with RunLog(tmp_path, config={}, total_steps=12) as log:
+        log.log("warm_start", 10, {"warm_start/loss": 2.5})
+        log.log("warm_start", 11, {"warm_start/loss": 2.4})
         log.log("vapo", 1, STEP)
         log.note("mean λ [policy] is low")
         log.note("mean λ [policy] is low")
@@ -153,8 +154,9 @@ def test_plain_lines_carry_the_values_without_control_characters(
     printed = capsys.readouterr().out
     assert all(char.isprintable() or char == "\n" for char in printed)
     warm_start, vapo, note, *summary = printed.splitlines()
-    assert "warm start 2" in warm_start and "[2/4]" in warm_start and "loss 2.500" in warm_start
-    assert "VAPO 1" in vapo and "[3/4]" in vapo and "left 0:00" in vapo
+    # Every tenth step of the warm start.
+    assert "warm start 10" in warm_start and "[10/12]" in warm_start and "loss 2.500" in warm_start
+    assert "VAPO 1" in vapo and "[12/12]" in vapo and "left 0:00" in vapo
     assert [value for value in SHOWN if value not in vapo] == []
     assert note == "note: mean λ [policy] is low"
     assert any("accuracy" in line and "0.250" in line and "0.875" in line for line in summary)
@@ -200,7 +202,7 @@ def test_time_left_follows_the_pace_of_the_phase(monkeypatch: pytest.MonkeyPatch
     assert progress.time_left == "?"
     now[0] = 10.0
     progress.advance("warm_start", 20)
-    assert progress.time_left == "over 0:05"
+    assert progress.time_left == "≥ 0:05"
     now[0] = 50.0
     progress.advance("vapo", 4)
     assert (progress.steps_done, progress.time_left) == (24, "1:00")

@@ -135,13 +135,16 @@ def test_a_folder_with_a_run_is_refused(small_config, tmp_path):
 def test_a_small_lambda_is_pointed_out(small_config, tmp_path, capsys, alpha, is_warned):
     train(replace(small_config, alpha=alpha), tmp_path / "run")
     output = " ".join(capsys.readouterr().out.split())
-    assert ("mean λ_policy of a batch fell below 0.5" in output) is is_warned
+    # Once, however many batches it holds for.
+    assert output.count("mean λ_policy of a batch fell below 0.5") == is_warned
 
 
 def test_the_warning_names_its_cause(small_config):
     fixed = replace(small_config, length_adaptive_gae=False, lam_policy=0.2)
-    assert "(α = 0.05 is small for responses this short; first seen: 0.10)" in small_lambda_warning(0.1, small_config)
-    assert "(lam_policy = 0.2 for all; first seen: 0.20)" in small_lambda_warning(0.2, fixed)
+    assert "(α = 0.05 is small for responses this short; see critic/lambda_policy/mean)" in small_lambda_warning(
+        small_config
+    )
+    assert "(lam_policy = 0.2 for all; see critic/lambda_policy/mean)" in small_lambda_warning(fixed)
 
 
 def test_a_step_moves_both_models_by_their_own_optimisers(policy, task, small_config):

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_kernels._arguments import INDEX_DTYPES, as_mask, expect, expect_mask, expect_number, expect_tensor, flat
+from vapo_kernels._arguments import (
+    INDEX_DTYPES,
+    as_mask,
+    expect,
+    expect_mask,
+    expect_number,
+    expect_tensor,
+    expect_values,
+    flat,
+)
 from vapo_kernels.gae.kernel import gae_op
 
 
@@ -194,6 +203,7 @@ def _expect_coefficients(gamma, lam_policy, lam_critic, alpha, bootstrap_values,
     for name, lam in (("lam_policy", lam_policy), ("lam_critic", lam_critic)):
         if isinstance(lam, Tensor):
             expect_tensor(lam, name, like=like, shape=(num_sequences,))
+            expect_values(lam, (lam >= 0) & (lam <= 1), name, "numbers in [0, 1]")
         elif lam is not None or name == "lam_critic":
             expect_number(lam, name, "a number in [0, 1] or a tensor [S]", low=0, high=1)
     if bootstrap_values is not None:

@@ -95,11 +95,11 @@ def linear_policy_loss(
     expect_linear(hidden, weight, bias)
     shape = hidden.shape[:-1]
     expect_tensor(token_ids, "token_ids", like=hidden, shape=shape, dtypes=INDEX_DTYPES)
-    expect_temperature(temperature, like=hidden, shape=shape)
     terms.expect_tokens(
         old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
         num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=hidden, shape=shape,
     )  # fmt: skip
+    expect_temperature(temperature, mask, like=hidden, shape=shape)
     numbers = terms.coefficients(
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,

@@ -29,7 +29,20 @@ NUM_TERMS = 6
 
 
 class PolicyLoss(NamedTuple):
-    """The loss and what it is made of; ``loss`` is the one field with a gradient."""
+    """The loss and what it is made of; ``loss`` is the one field with a gradient.
+
+    Attributes:
+        loss: [] The number to minimise (Eq. 17).
+        policy: [] −L^CLIP, the token mean of the clipped surrogate (Eq. 3).
+        positive_nll: [] NLL of the correct tokens (Eq. 16).
+        kl: [] k3 estimate of the KL divergence from ``ref_logprobs``; 0 without them.
+        entropy: [] Mean entropy in nats.
+        clip_fraction: [] Share of tokens whose surrogate a clip holds.
+        approx_kl: [] k3 estimate of KL(π_old ‖ π_θ).
+        num_tokens: [] This call's own count of True tokens.
+        num_correct_tokens: [] This call's own count of True and correct tokens.
+        logprobs: [...] log π_θ(a_t|s_t), 0 where the mask is False.
+    """
 
     loss: Tensor
     policy: Tensor
