@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 SCAN_ROWS = 64
-# Tokens of a block: what a core's cache holds.
-BLOCK_TOKENS = 1 << 18
+# Tokens of a block: what the caches hold.
+BLOCK_TOKENS = 1 << 19
 # A mask with longer runs than this is copied run by run, one with shorter runs token by token.
 MEAN_RUN = 128
 
