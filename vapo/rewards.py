@@ -10,27 +10,38 @@ from torch import Tensor
 from vapo.tasks import Problem, Task
 
 
-def verify(task: Task, problems: Sequence[Problem], responses: Sequence[str], is_finished: Tensor) -> Tensor:
-    """Ask the verifier about each response. One that the length limit cut is wrong, whatever it says.
+def verify(
+    task: Task, problems: Sequence[Problem], responses: Sequence[str], is_truncated: Tensor
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Have each response scored. One that the length limit cut is wrong and scores 0; the verifier never sees it.
 
     Args:
+        task: Whose verifier is asked.
         problems: S problems.
         responses: S texts without special tokens.
-        is_finished: [S] bool.
+        is_truncated: [S] bool.
 
     Returns:
-        [S] bool: the response is correct.
+        Scores [S] float32, is_correct [S] bool, and what went wrong in the verifier: a text for each response that
+        it failed on, which scores 0 and is wrong.
 
     Raises:
         ValueError: If the three do not have the same length.
     """
-    if not len(problems) == len(responses) == len(is_finished):
+    if not len(problems) == len(responses) == len(is_truncated):
         raise ValueError(
-            "problems, responses and is_finished must have the same length;"
-            f" got {len(problems)}, {len(responses)} and {len(is_finished)}"
+            "problems, responses and is_truncated must have the same length;"
+            f" got {len(problems)}, {len(responses)} and {len(is_truncated)}"
         )
-    correct = [task.is_correct(*pair) for pair in zip(problems, responses, strict=True)]
-    return torch.tensor(correct, dtype=torch.bool, device=is_finished.device) & is_finished
+    scores = torch.zeros(len(problems))
+    is_correct = torch.zeros(len(problems), dtype=torch.bool)
+    finished = (~is_truncated).nonzero().squeeze(1).tolist()
+    verdicts = task.score([problems[row] for row in finished], [responses[row] for row in finished])
+    for row, verdict in zip(finished, verdicts, strict=True):
+        if verdict.error is None:
+            scores[row], is_correct[row] = verdict.score, verdict.is_correct
+    errors = [verdict.error for verdict in verdicts if verdict.error is not None]
+    return scores.to(is_truncated.device), is_correct.to(is_truncated.device), errors
 
 
 def terminal_rewards(scores: Tensor, cu_seqlens: Tensor) -> Tensor:

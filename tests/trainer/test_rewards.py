@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vapo.rewards import terminal_rewards, verify
-from vapo.tasks import Problem
+from vapo.tasks import Problem, Verdict
 
 
 def test_reward_is_on_the_last_token_of_its_response():
@@ -13,10 +13,32 @@ def test_reward_is_on_the_last_token_of_its_response():
     assert rewards.dtype == torch.float32
 
 
-def test_unfinished_response_is_wrong_even_if_it_ends_in_the_answer(task):
+class Echo:
+    """Scores a response by what it says, and keeps what it was asked."""
+
+    def score(self, problems, responses):
+        self.asked = list(zip([problem.answer for problem in problems], responses, strict=True))
+        verdicts = {"half": Verdict(0.5, False), "fine": Verdict(2.0, True), "broken": Verdict(7.0, True, "Traceback")}
+        return [verdicts[response] for response in responses]
+
+
+def test_truncated_response_is_wrong_even_if_it_ends_in_the_answer(task):
     problems = [Problem("", "4")] * 3
-    correct = verify(task, problems, ["# 4", "# 4", "# 5"], torch.tensor([True, False, True]))
-    assert correct.tolist() == [True, False, False]
+    scores, is_correct, errors = verify(task, problems, ["# 4", "# 4", "# 5"], torch.tensor([False, True, False]))
+    assert scores.tolist() == [1, 0, 0]
+    assert is_correct.tolist() == [True, False, False]
+    assert errors == []
+
+
+def test_scores_and_correctness_are_the_verifiers_own_and_an_error_is_worth_nothing():
+    task, problems = Echo(), [Problem("", answer) for answer in "abcd"]
+    responses = ["half", "broken", "fine", "fine"]
+    scores, is_correct, errors = verify(task, problems, responses, torch.tensor([False, False, False, True]))
+    assert scores.tolist() == [0.5, 0, 2, 0]
+    assert scores.dtype == torch.float32
+    assert is_correct.tolist() == [False, False, True, False]
+    assert errors == ["Traceback"]
+    assert task.asked == [("a", "half"), ("b", "broken"), ("c", "fine")]
 
 
 def test_rejects_bad_input(task):
@@ -25,4 +47,4 @@ def test_rejects_bad_input(task):
     with pytest.raises(ValueError, match=r"scores must be \[S\] and cu_seqlens \[S\+1\]; got \(2,\) and \(2,\)"):
         terminal_rewards(torch.ones(2), torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="must have the same length; got 1, 2 and 1"):
-        verify(task, [Problem("", "4")], ["", ""], torch.tensor([True]))
+        verify(task, [Problem("", "4")], ["", ""], torch.tensor([False]))

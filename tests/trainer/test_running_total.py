@@ -5,9 +5,10 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from vapo.tasks import Problem, load_task
-from vapo.tasks.running_total import VOCABULARY, is_held_out
+from vapo.tasks import Problem
+from vapo.tasks.split import is_held_out
 
+DRAWN = [("9 -2 +2 +3 _ _ _ _ =", "2"), ("7 -3 -2 +1 -2 +1 -1 _ =", "1")]
 PROBLEM = Problem("9 +2 -3 _ _ _ _ _ =", "8")
 
 
@@ -19,7 +20,8 @@ def test_clean_demonstration_is_the_worked_tape(task):
 def test_every_clean_demonstration_is_verified(task):
     rng = random.Random(0)
     for problem in task.problems(50, rng):
-        assert task.is_correct(problem, task.demonstration(problem, rng).removesuffix(" <eos>"))
+        text = task.demonstration(problem, rng).removesuffix(" <eos>")
+        assert task.score([problem], [text]) == [(1.0, True, None)]
 
 
 def test_giving_up_at_once_guesses_a_digit(task):
@@ -43,7 +45,17 @@ def test_every_error_is_one_and_is_carried_on(task):
     [("# 8", True), ("1 = # 8", True), ("# 7", False), ("8", False), ("# 8 8", False), ("# 8 =", False), ("", False)],
 )
 def test_verifier(task, response, is_correct):
-    assert task.is_correct(PROBLEM, response) is is_correct
+    assert task.score([PROBLEM], [response]) == [(float(is_correct), is_correct, None)]
+
+
+def test_a_vote_compares_the_word_after_the_mark(task):
+    assert [task.final_answer(text) for text in ("7 = # 3", "# 3 3", "", "#")] == ["3", None, None, None]
+
+
+def test_draws_depend_on_the_generator_alone(task):
+    drawn = task.problems(2, random.Random(3))
+    assert [(problem.prompt, problem.answer) for problem in drawn] == DRAWN
+    assert task.state_dict() == {}
 
 
 def test_split_is_disjoint_and_held_out_problems_differ(task):
@@ -64,7 +76,7 @@ def test_prompts_have_three_to_eight_terms_and_a_right_answer(task):
 
 
 def test_tokenizer_has_a_token_for_each_word_and_survives_saving(task, tmp_path):
-    assert len(task.tokenizer) == len(VOCABULARY) == 21
+    assert len(task.tokenizer) == 21
     task.tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = task.demonstration(PROBLEM, random.Random(0))
@@ -75,10 +87,8 @@ def test_tokenizer_has_a_token_for_each_word_and_survives_saving(task, tmp_path)
     assert (loaded.eos_token, loaded.pad_token) == ("<eos>", "<pad>")
 
 
-def test_rejects_bad_counts_and_unknown_tasks(task):
+def test_rejects_bad_counts(task):
     with pytest.raises(ValueError, match=r"count must be .*; got -1"):
         task.problems(-1, random.Random(0))
     with pytest.raises(ValueError, match=r"count must be .*; got 4001"):
         task.problems(4001, random.Random(0), held_out=True)
-    with pytest.raises(ValueError, match="task must be one of running-total; got 'chess'"):
-        load_task("chess")

@@ -11,19 +11,18 @@ what is left for reinforcement learning is to find out that reasoning pays.
 from __future__ import annotations
 
 import random
-import zlib
+from collections.abc import Sequence
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from vapo.tasks import Problem
+from vapo.tasks import Problem, Verdict
+from vapo.tasks.split import draw_problems
+from vapo.tasks.words import EOS, word_tokenizer
 
 CELLS = 8
 MIN_TERMS = 3
 DIGITS = tuple(str(digit) for digit in range(10))
 TERMS = ("+1", "+2", "+3", "-1", "-2", "-3")
-BLANK, STEP, ANSWER, PAD, EOS = "_", "=", "#", "<pad>", "<eos>"
-VOCABULARY = (PAD, EOS, *DIGITS, *TERMS, BLANK, STEP, ANSWER)
+BLANK, STEP, ANSWER = "_", "=", "#"
+WORDS = (*DIGITS, *TERMS, BLANK, STEP, ANSWER)
 
 
 class RunningTotal:
@@ -32,7 +31,7 @@ class RunningTotal:
     name = "running-total"
 
     def __init__(self) -> None:
-        self.tokenizer = word_tokenizer()
+        self.tokenizer = word_tokenizer(WORDS)
 
     def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
         """Draw problems from one side of a split that depends on the prompt alone.
@@ -50,16 +49,7 @@ class RunningTotal:
             >>> task.problems(1, random.Random(0))[0].prompt
             '6 +1 +3 -2 -1 -1 _ _ ='
         """
-        if count < 0 or (held_out and count > 4000):
-            raise ValueError(f"count must be in [0, 4000] for held-out problems and >= 0 otherwise; got {count}")
-        found: dict[str, Problem] = {}
-        drawn: list[Problem] = []
-        while len(found if held_out else drawn) < count:
-            problem = _draw(rng)
-            if is_held_out(problem.prompt) == held_out:
-                found[problem.prompt] = problem
-                drawn.append(problem)
-        return list(found.values()) if held_out else drawn
+        return draw_problems(_draw, count, rng, held_out=held_out, num_held_out=4000)
 
     def demonstration(self, problem: Problem, rng: random.Random, *, give_up: float = 0.0, error: float = 0.0) -> str:
         """Write a response to ``problem``, the end-of-sequence token included.
@@ -86,26 +76,32 @@ class RunningTotal:
             words += [*_tape([total, *terms]), STEP if terms else ANSWER]
         return " ".join([*words, total, EOS])
 
-    def is_correct(self, problem: Problem, response: str) -> bool:
-        """Say whether ``response`` (without its end-of-sequence token) ends in ``#`` and the right digit.
+    def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
+        """Give 1 to a response (without its end-of-sequence token) that ends in ``#`` and the right digit, else 0.
 
         Example:
-            >>> RunningTotal().is_correct(Problem("5 +2 -1 _ _ _ _ _ =", "6"), "# 6")
-            True
+            >>> RunningTotal().score([Problem("5 +2 -1 _ _ _ _ _ =", "6")], ["# 6"])
+            [Verdict(score=1.0, is_correct=True, error=None)]
         """
-        return response.split()[-2:] == [ANSWER, problem.answer]
+        correct = [self.final_answer(text) == problem.answer for problem, text in zip(problems, responses, strict=True)]
+        return [Verdict(float(is_correct), is_correct) for is_correct in correct]
 
+    def final_answer(self, response: str) -> str | None:
+        """Return the last word if ``#`` stands before it.
 
-def is_held_out(prompt: str) -> bool:
-    """Say on which side of the split a prompt lies; the same on every machine and for every seed."""
-    return zlib.crc32(prompt.encode()) % 8 == 0
+        Example:
+            >>> RunningTotal().final_answer("7 -1 _ _ _ _ _ _ # 6")
+            '6'
+        """
+        words = response.split()
+        return words[-1] if words[-2:-1] == [ANSWER] else None
 
+    def state_dict(self) -> dict:
+        """Return nothing: the draws depend on ``rng`` alone."""
+        return {}
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer: one token for each of the 21 words, separated by spaces."""
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(VOCABULARY)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    def load_state_dict(self, state: dict) -> None:
+        """Take nothing up."""
 
 
 def _draw(rng: random.Random) -> Problem:
