@@ -15,11 +15,12 @@ class Rollout:
     Attributes:
         prompt_ids: [P] int64. The prompt of each response, end to end.
         prompt_cu_seqlens: [S+1] int64. Bounds of the prompts in ``prompt_ids``.
-        token_ids: [N] int64. The sampled tokens, the end-of-sequence token included.
+        token_ids: [N] int64. The sampled tokens, the stop token included.
         cu_seqlens: [S+1] int64. Bounds of the responses in every [N] tensor.
         rewards: [N] float32. Zero except, perhaps, at each response's last sampled token.
         is_correct: [S] bool. The verifier's word.
-        is_finished: [S] bool. False for a response that the length limit cut.
+        is_truncated: [S] bool. The length limit cut the response.
+        group_size: Responses to each prompt; they stand side by side.
     """
 
     prompt_ids: Tensor
@@ -28,7 +29,8 @@ class Rollout:
     cu_seqlens: Tensor
     rewards: Tensor
     is_correct: Tensor
-    is_finished: Tensor
+    is_truncated: Tensor
+    group_size: int
 
     @property
     def lengths(self) -> Tensor:
@@ -47,16 +49,22 @@ class Batch:
 
     Attributes:
         rollout: The responses.
+        mask: [N] bool. Tokens that train.
         old_logprobs: [N] float32. log π_old of the sampled tokens, Eq. 4.
+        ref_logprobs: [N] float32 or None. Those of the reference policy, where a KL term wants them, Eq. 2.
         old_values: [N] float32. V(s_t) when the responses were collected.
+        rewards: [N] float32. The rollout's rewards after all shaping.
         advantages: [N] float32. Eq. 5 with each response's λ_policy, whitened if the config says so.
         returns: [N] float32. Eq. 9 with λ_critic.
-        lam_policy: [S] float32. λ of each response's advantages, Eq. 15.
+        lam_policy: [S] float32 or None. λ of each response's advantages, Eq. 15; None with group advantages.
     """
 
     rollout: Rollout
+    mask: Tensor
     old_logprobs: Tensor
+    ref_logprobs: Tensor | None
     old_values: Tensor
+    rewards: Tensor
     advantages: Tensor
     returns: Tensor
-    lam_policy: Tensor
+    lam_policy: Tensor | None
