@@ -48,8 +48,7 @@ def _backward(ctx, dloss):
         raise RuntimeError(
             "the gradient of this loss was formed in forward and given away by the first backward: call the loss again"
         )
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("this loss has no second derivative: call backward without create_graph")
+    refuse_second_derivative("this loss")
     ctx.has_run = ctx.in_place
     scale, *gradients = ctx.saved_tensors
     factor = (dloss / scale).float()
@@ -61,6 +60,12 @@ def _backward(ctx, dloss):
         gradients = [gradient * factor.to(gradient.dtype) for gradient in gradients]
     gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
     return None, gradients, [None] * len(gradients), None, None
+
+
+def refuse_second_derivative(name: str) -> None:
+    """A backward pass that is itself recorded (create_graph=True) would give zeros: refuse it."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{name}: no second derivative; call backward without create_graph")
 
 
 _attach_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -73,6 +73,11 @@ def logits_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterat
         yield logits, at
 
 
+def part(x: Tensor | None, at: slice) -> Tensor | None:
+    """A chunk's rows of a per-token argument that may be absent."""
+    return None if x is None else x[at]
+
+
 def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]) -> LinearGradients:
     """Room for the gradients that are needed: of hidden, weight, bias."""
     float32 = {"dtype": torch.float32}

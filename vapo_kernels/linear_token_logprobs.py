@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vapo_kernels._arguments import INDEX_DTYPES, as_mask, expect_mask, expect_tensor, flat
+from vapo_kernels._formed_gradient import refuse_second_derivative
 from vapo_kernels.linear_chunks import (
     accumulate,
     autocast,
@@ -14,13 +15,13 @@ from vapo_kernels.linear_chunks import (
     expect_linear,
     fake_gradients,
     logits_chunks,
+    part,
 )
 from vapo_kernels.row_softmax import expect_ids_inside
 from vapo_kernels.token_logprobs import (
     TokenLogprobs,
     compute_statistics,
     expect_temperature,
-    refuse_second_derivative,
     split_temperature,
     write_gradient,
 )
@@ -94,7 +95,7 @@ def linear_token_logprobs_op(
     results = torch.empty(5, len(hidden), dtype=torch.float32, device=hidden.device)
     for logits, at in logits_chunks(hidden, weight, bias):
         results[0, at], results[1, at], results[2:, at] = compute_statistics(
-            logits, token_ids[at], _part(mask, at), _part(temperatures, at), inv_temperature
+            logits, token_ids[at], part(mask, at), part(temperatures, at), inv_temperature
         )
     return results[0].clone(), results[1].clone(), results[2:].clone()
 
@@ -124,7 +125,7 @@ def linear_token_logprobs_backward_op(
     gradients = empty_gradients(hidden, weight, bias, needed)
     for logits, at in logits_chunks(hidden, weight, bias):
         write_gradient(
-            logits, dlogprobs[at], dentropy[at], logits, token_ids[at], _part(mask, at), _part(temperatures, at),
+            logits, dlogprobs[at], dentropy[at], logits, token_ids[at], part(mask, at), part(temperatures, at),
             inv_temperature, entropy[at], statistics[:, at].contiguous(),
         )  # fmt: skip
         accumulate(gradients, logits, hidden, weight, mask, at)
@@ -134,10 +135,6 @@ def linear_token_logprobs_backward_op(
 @linear_token_logprobs_backward_op.register_fake
 def _(dlogprobs, dentropy, hidden, weight, bias, *rest):
     return fake_gradients(hidden, weight, bias, rest[-1], hidden.dtype)
-
-
-def _part(x: Tensor | None, at: slice) -> Tensor | None:
-    return None if x is None else x[at]
 
 
 def _save_for_backward(ctx, inputs, output):

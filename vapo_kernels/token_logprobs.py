@@ -21,6 +21,7 @@ from vapo_kernels._arguments import (
     flat,
 )
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
+from vapo_kernels._formed_gradient import refuse_second_derivative
 from vapo_kernels.row_softmax import (
     expect_ids_inside,
     is_aligned,
@@ -314,12 +315,6 @@ def _backward(ctx, dlogprobs, dentropy, _):
         dlogprobs, dentropy, logits, token_ids, mask, temperatures, ctx.inv_temperature, entropy, statistics
     )
     return dlogits, None, None, None, None
-
-
-def refuse_second_derivative(op: str) -> None:
-    """A backward pass that is itself recorded (create_graph=True) would give zeros: refuse it."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{op}: no second derivative; call backward without create_graph")
 
 
 token_logprobs_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -12,6 +12,7 @@ from vapo_kernels.linear_chunks import (
     expect_linear,
     fake_gradients,
     logits_chunks,
+    part,
 )
 from vapo_kernels.policy_loss import terms
 from vapo_kernels.policy_loss.from_logits import compute_rows
@@ -142,17 +143,14 @@ def linear_policy_loss_op(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Terms [6, N], log-probs [N], and the needed ones of ∂loss/∂hidden, ∂loss/∂weight, ∂loss/∂bias."""
     expect_ids_inside(token_ids, mask, len(weight))
-    tokens, numbers = (
-        Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
-        Coefficients(*coefficients),
-    )
+    tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
+    numbers = Coefficients(*coefficients)
     sums = torch.empty(NUM_TERMS, len(hidden), dtype=torch.float32, device=hidden.device)
     logprobs, gradients = sums.new_empty(len(hidden)), empty_gradients(hidden, weight, bias, needed)
     for logits, at in logits_chunks(hidden, weight, bias):
-        part = Tokens(*(None if x is None else x[at] for x in tokens))
         sums[:, at], logprobs[at] = compute_rows(
-            logits, logits if any(needed) else None, token_ids[at], part,
-            None if temperatures is None else temperatures[at], inv_temperature, denominators, numbers,
+            logits, logits if any(needed) else None, token_ids[at], Tokens(*(part(x, at) for x in tokens)),
+            part(temperatures, at), inv_temperature, denominators, numbers,
         )  # fmt: skip
         accumulate(gradients, logits, hidden, weight, mask, at)
     return sums, logprobs, gradients.needed(_sum_dtype(hidden))

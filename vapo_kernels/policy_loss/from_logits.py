@@ -298,43 +298,22 @@ def _compute_torch(
     return sums, logprobs
 
 
-@torch.library.custom_op("vapo_kernels::policy_loss", mutates_args=())
-def policy_loss_op(
-    logits: Tensor,
-    token_ids: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    is_correct: Tensor | None,
-    token_weights: Tensor | None,
-    ref_logprobs: Tensor | None,
-    temperatures: Tensor | None,
-    inv_temperature: float,
-    denominators: Tensor,
-    coefficients: list[float],
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms [6, N], log-probs [N] and ∂loss/∂logits (empty without ``with_gradient``)."""
+# What both ops take beside the logits.
+_ARGUMENTS = (
+    "Tensor token_ids, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor? is_correct, Tensor? token_weights, "
+    "Tensor? ref_logprobs, Tensor? temperatures, float inv_temperature, Tensor denominators, float[] coefficients"
+)
+
+
+def _compute(
+    logits, dlogits, token_ids, old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs,
+    temperatures, inv_temperature, denominators, coefficients,
+):  # fmt: skip
+    """`compute_rows` of an op's arguments."""
     expect_ids_inside(token_ids, mask, logits.shape[-1])
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    dlogits = torch.empty(logits.shape if with_gradient else (0,), dtype=logits.dtype, device=logits.device)
-    sums, logprobs = compute_rows(
-        logits,
-        dlogits if with_gradient else None,
-        token_ids,
-        tokens,
-        temperatures,
-        inv_temperature,
-        denominators,
-        Coefficients(*coefficients),
-    )
-    return sums, logprobs, dlogits
-
-
-@policy_loss_op.register_fake
-def _(logits, token_ids, old_logprobs, *rest):
-    sums, logprobs = _fake_terms(token_ids)
-    return sums, logprobs, torch.empty(logits.shape if rest[-1] else (0,), dtype=logits.dtype, device=logits.device)
+    numbers = Coefficients(*coefficients)
+    return compute_rows(logits, dlogits, token_ids, tokens, temperatures, inv_temperature, denominators, numbers)
 
 
 def _fake_terms(token_ids):
@@ -342,27 +321,32 @@ def _fake_terms(token_ids):
     return logprobs.new_empty(NUM_TERMS, token_ids.shape[0]), logprobs
 
 
-@torch.library.custom_op("vapo_kernels::policy_loss_inplace", mutates_args=("logits",))
-def policy_loss_inplace_op(
-    logits: Tensor,
-    token_ids: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    is_correct: Tensor | None,
-    token_weights: Tensor | None,
-    ref_logprobs: Tensor | None,
-    temperatures: Tensor | None,
-    inv_temperature: float,
-    denominators: Tensor,
-    coefficients: list[float],
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "vapo_kernels::policy_loss",
+    mutates_args=(),
+    schema=f"(Tensor logits, {_ARGUMENTS}, bool with_gradient) -> (Tensor, Tensor, Tensor)",
+)
+def policy_loss_op(logits, *rest):
+    """Terms [6, N], log-probs [N] and ∂loss/∂logits (empty without ``with_gradient``)."""
+    *arguments, with_gradient = rest
+    dlogits = torch.empty(logits.shape if with_gradient else (0,), dtype=logits.dtype, device=logits.device)
+    return *_compute(logits, dlogits if with_gradient else None, *arguments), dlogits
+
+
+@policy_loss_op.register_fake
+def _(logits, token_ids, *rest):
+    dlogits = torch.empty(logits.shape if rest[-1] else (0,), dtype=logits.dtype, device=logits.device)
+    return *_fake_terms(token_ids), dlogits
+
+
+@torch.library.custom_op(
+    "vapo_kernels::policy_loss_inplace",
+    mutates_args=("logits",),
+    schema=f"(Tensor(a!) logits, {_ARGUMENTS}) -> (Tensor, Tensor)",
+)
+def policy_loss_inplace_op(logits, *arguments):
     """Terms [6, N] and log-probs [N]; logits become ∂loss/∂logits."""
-    expect_ids_inside(token_ids, mask, logits.shape[-1])
-    tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    return compute_rows(
-        logits, logits, token_ids, tokens, temperatures, inv_temperature, denominators, Coefficients(*coefficients)
-    )
+    return _compute(logits, logits, *arguments)
 
 
 @policy_loss_inplace_op.register_fake
