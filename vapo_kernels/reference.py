@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from vapo_kernels.gae import GAE
+from vapo_kernels.gae import ALPHA, GAE
 from vapo_kernels.policy_loss import MAX_LOG_RATIO, PolicyLoss
 from vapo_kernels.token_logprobs import TokenLogprobs
 from vapo_kernels.value_loss import ValueLoss
@@ -21,7 +21,7 @@ def _clamp(x, low, high):
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-def length_adaptive_lambda(lengths, *, alpha=0.05):
+def length_adaptive_lambda(lengths, *, alpha=ALPHA):
     """λ_policy = clamp(1 − 1/(α l), 0, 1), and 0 for l = 0 (Eq. 15)."""
     lengths = torch.as_tensor(lengths)
     lengths = lengths if lengths.dtype == torch.float64 else lengths.float()
@@ -37,10 +37,12 @@ def packed_gae(
     gamma=1.0,
     lam_policy=None,
     lam_critic=1.0,
-    alpha=0.05,
+    alpha=ALPHA,
     bootstrap_values=None,
 ):
     """Â (Eq. 13) with λ_policy and R̂ = Â + V (Eq. 9) with λ_critic, one token at a time from the end."""
+    if lam_policy is not None and alpha != ALPHA:
+        raise ValueError(f"alpha: expected its default beside lam_policy: it has no effect, got {alpha}")
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     advantages, returns = torch.zeros_like(rewards, dtype=dtype), torch.zeros_like(rewards, dtype=dtype)

@@ -298,6 +298,20 @@ def test_padded_rejects_bad_input(device, monkeypatch):
             padded_gae(**{**good, name: bad})
 
 
+@pytest.mark.parametrize("implementation", [gae, reference])
+@pytest.mark.parametrize("lam_policy", [0.05, 1.0, torch.Tensor])
+def test_rejects_alpha_beside_lambda(device, implementation, lam_policy):
+    """Eq. 15 is not asked for, so α would be ignored."""
+    lam_policy = torch.rand(2, device=device) if lam_policy is torch.Tensor else lam_policy
+    rows = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "mask": torch.ones(2, 3)}
+    for op, inputs in ((implementation.packed_gae, GOOD), (implementation.padded_gae, rows)):
+        inputs = on(device, **inputs)
+        with pytest.raises(ValueError, match=r"^alpha: expected its default beside lam_policy.*, got 0\.4"):
+            op(**{**inputs, "lam_policy": lam_policy, "alpha": 0.4})
+        op(**{**inputs, "lam_policy": lam_policy})
+        op(**{**inputs, "alpha": 0.4})
+
+
 @pytest.mark.parametrize("offsets", [[1, 4], [0, 5], [0, 3, 2], [0, 3, 2, 4], [-1, 4]], ids=str)
 def test_rejects_offsets_that_lie(device, offsets):
     if device.type != "cpu":

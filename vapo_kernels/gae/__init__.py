@@ -27,6 +27,9 @@ from vapo_kernels._arguments import (
 )
 from vapo_kernels.gae.kernel import gae_op
 
+# α of Eq. 15 in the paper.
+ALPHA = 0.05
+
 
 class GAE(NamedTuple):
     """Advantages and returns, float32, exactly 0 where the mask is False."""
@@ -35,7 +38,7 @@ class GAE(NamedTuple):
     returns: Tensor
 
 
-def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
+def length_adaptive_lambda(lengths: Tensor, *, alpha: float = ALPHA) -> Tensor:
     """λ_policy of each response from its length: the λ whose weights sum to α l.
 
         Σₖ λᵏ = 1/(1 − λ) = α l   ⟹   λ = 1 − 1/(α l)     (Eq. 14, 15)
@@ -77,7 +80,7 @@ def packed_gae(
     gamma: float = 1.0,
     lam_policy: float | Tensor | None = None,
     lam_critic: float | Tensor = 1.0,
-    alpha: float = 0.05,
+    alpha: float = ALPHA,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
     """Estimate advantages and returns of packed responses, each with its own λ, in one launch.
@@ -106,14 +109,14 @@ def packed_gae(
         lam_policy: None: Eq. 15 from each sequence's own count of True tokens, computed in the kernel;
             a float in [0, 1]; or [S] floating.
         lam_critic: Float in [0, 1], or [S] floating.
-        alpha: α of Eq. 15; used where ``lam_policy`` is None.
+        alpha: α of Eq. 15; left at its default beside a ``lam_policy``.
         bootstrap_values: [S] floating. V(s_l) of truncated sequences, 0 for finished ones. None: all 0.
 
     Returns:
         Advantages and returns, [N] float32, exactly 0 where ``mask`` is False.
 
     Raises:
-        ValueError: If a shape, dtype, device or range is not as above.
+        ValueError: If a shape, dtype, device or range is not as above, or an ``alpha`` has no effect.
 
     Example:
         One reward, at the last of five tokens; values 0; λ = 0.95 for both.
@@ -149,7 +152,7 @@ def padded_gae(
     gamma: float = 1.0,
     lam_policy: float | Tensor | None = None,
     lam_critic: float | Tensor = 1.0,
-    alpha: float = 0.05,
+    alpha: float = ALPHA,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
     """Estimate advantages and returns of a padded batch: `packed_gae` of its rows.
@@ -163,14 +166,14 @@ def padded_gae(
         gamma: Discount γ in [0, 1].
         lam_policy: None (Eq. 15), a float in [0, 1], or [B] floating.
         lam_critic: Float in [0, 1], or [B] floating.
-        alpha: α of Eq. 15.
+        alpha: α of Eq. 15; left at its default beside a ``lam_policy``.
         bootstrap_values: [B] floating, V(s_l) of truncated rows. None: all 0.
 
     Returns:
         Advantages and returns, [B, T] float32, exactly 0 where ``mask`` is False.
 
     Raises:
-        ValueError: If a shape, dtype, device or range is not as above.
+        ValueError: If a shape, dtype, device or range is not as above, or an ``alpha`` has no effect.
 
     Example:
         With λ_critic = γ = 1 the returns are the reward-to-go, whatever the values are.
@@ -200,6 +203,7 @@ def _shape_of(x: object) -> object:
 def _expect_coefficients(gamma, lam_policy, lam_critic, alpha, bootstrap_values, num_sequences, *, like):
     expect_number(gamma, "gamma", "a number in [0, 1]", low=0, high=1)
     expect_number(alpha, "alpha", "a number > 0", low=0, open_low=True)
+    expect(lam_policy is None or alpha == ALPHA, "alpha", "its default beside lam_policy: it has no effect", alpha)
     for name, lam in (("lam_policy", lam_policy), ("lam_critic", lam_critic)):
         if isinstance(lam, Tensor):
             expect_tensor(lam, name, like=like, shape=(num_sequences,))
