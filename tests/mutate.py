@@ -25,17 +25,21 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("mutants_explained.txt")
+# Tests of the faults of logits: broad, so the last to be asked.
+FAULTS = [
+    f"faults_{kind}" for kind in ("terms", "infinite", "layout", "precision", "gradient", "normaliser", "offsets")
+]
 # Kernel file → the test files that must notice, fastest first, and which tests of test_watcher.
 TESTS = {
     "whiten.py": (["whiten", "value_loss"], "token_ops"),
     "value_loss.py": (["value_loss"], "token_ops"),
-    "gae/kernel.py": (["gae"], "gae or lambda"),
+    "gae/kernel.py": (["gae", "faults_gae"], "gae or lambda"),
     "policy_loss/from_logprobs.py": (["logprob_policy_loss"], "token_ops"),
-    "policy_loss/terms.py": (["logprob_policy_loss", "policy_loss", "faults"], "token_ops"),
-    "policy_loss/from_logits.py": (["policy_loss", "faults"], "policy_loss or masked"),
-    "_formed_gradient.py": (["policy_loss", "faults"], "policy_loss"),
-    "token_logprobs.py": (["token_logprobs", "faults"], "token_logprobs or masked"),
-    "row_softmax.py": (["token_logprobs", "policy_loss", "faults"], "token_logprobs or masked"),
+    "policy_loss/terms.py": (["logprob_policy_loss", "policy_loss", *FAULTS], "token_ops"),
+    "policy_loss/from_logits.py": (["policy_loss", *FAULTS], "policy_loss or masked"),
+    "_formed_gradient.py": (["formed_gradient", "policy_loss", *FAULTS], "policy_loss"),
+    "token_logprobs.py": (["token_logprobs", *FAULTS], "token_logprobs or masked"),
+    "row_softmax.py": (["token_logprobs", "policy_loss", *FAULTS], "token_logprobs or masked"),
 }
 OPERATORS = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
@@ -168,8 +172,8 @@ def test_in_child(tree: Path, file: str, cpu_limit: float) -> tuple[str, float]:
     The limit is one of CPU time, so that a busy machine makes no mutant look endless.
     """
     names, watched = TESTS[file]
-    names, selected = ["mutants", *names, "watcher"], f"triton or test_mutants or (test_watcher and ({watched}))"
-    paths = [str(path) for name in names if (path := tree / "tests" / "kernels" / f"test_{name}.py").exists()]
+    selected = f"triton or test_mutants or (test_watcher and ({watched}))"
+    paths = [str(tree / "tests" / "kernels" / f"test_{name}.py") for name in ("mutants", "watcher", *names)]
     child = os.fork()
     if child == 0:
         # The interpreter, torch and pytest are loaded already; the kernels are not.

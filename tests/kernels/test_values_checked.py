@@ -54,14 +54,14 @@ def test_a_tensor_of_lambdas_has_the_range_of_a_number(name):
     packed_gae(ZEROS, ZEROS, CU_SEQLENS, **{name: torch.tensor([1.0])})
 
 
-def test_temperatures_are_positive_where_the_mask_is_true():
-    for wrong in (0.0, -1.0, torch.nan, torch.inf):
-        temperature = torch.tensor([1.0, wrong, 1.0, 1.0])
-        for call in (
-            lambda: token_logprobs(LOGITS, IDS, temperature=temperature),
-            lambda: policy_loss(LOGITS, IDS, ZEROS, ZEROS, MASK, temperature=temperature),
-        ):
-            with pytest.raises(ValueError, match="temperature: expected finite numbers > 0"):
-                call()
-        # Token 3 is masked: its temperature is not read.
-        policy_loss(LOGITS, IDS, ZEROS, ZEROS, MASK, temperature=temperature.roll(2))
+@pytest.mark.parametrize("wrong", [0.0, -1.0, torch.nan, torch.inf])
+def test_temperatures_are_positive_where_the_mask_is_true(wrong):
+    temperature = torch.tensor([1.0, wrong, 1.0, 1.0])
+    for call in (
+        lambda: token_logprobs(LOGITS, IDS, temperature=temperature),
+        lambda: policy_loss(LOGITS, IDS, ZEROS, ZEROS, MASK, temperature=temperature),
+    ):
+        with pytest.raises(ValueError, match="temperature: expected finite numbers > 0"):
+            call()
+    # Token 3 is masked: its temperature is not read.
+    policy_loss(LOGITS, IDS, ZEROS, ZEROS, MASK, temperature=temperature.roll(2))
