@@ -1,0 +1,234 @@
+"""Many ranks: the process group, models sharded with FSDP2, and sums, maxima and rows over all ranks.
+
+Without a process group there is one rank and every function here is the plain thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+# Ranks wait for the slowest one's responses and verifiers, far longer than for a hung peer.
+TIMEOUT = timedelta(hours=2)
+
+T = TypeVar("T")
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the process group that torchrun describes in the environment; nothing to do without torchrun.
+
+    Args:
+        device: "cuda" takes the GPU numbered LOCAL_RANK and NCCL, with gloo for tensors on the CPU; "cpu" takes gloo.
+    """
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+
+
+def stop_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Number of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shard(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Spread the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
+
+    Parameters, gradients and what an optimiser makes of them are float32 shards (DTensors). Gradients are summed, not
+    averaged, over ranks, in float32: a loss divided by the counts of all ranks together has the gradient of the
+    undivided step. Without a process group nothing is done.
+
+    Args:
+        model: A transformers model whose forward runs its layers one after the other; its parameters float32, equal on
+            all ranks. Build its optimiser afterwards.
+        compute_dtype: What layers compute in; the parameters are cast to it as they are gathered.
+
+    Raises:
+        ValueError: If a parameter that trains is not float32.
+    """
+    if not dist.is_initialized():
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(f"parameters that train must be float32 to be sharded; got {parameter.dtype} for {name}")
+    precision = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=False)
+    for module in _sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    model.run_inside = MethodType(_run, model)
+    register_fsdp_forward_method(model, "run_inside")
+    model.is_gathered = False
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that are sharded one by one: those that the model says are not to be split, else its first list."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    named = [layer for layers in lists for layer in layers if type(layer).__name__ in names]
+    return named or (lists[0] if lists else [])
+
+
+def inside(model: nn.Module, body: Callable[..., T], *args: Any) -> T:
+    """Call ``body(model, *args)`` within the forward of a model, sharded or not.
+
+    There ``model.base_model``, the output head and the score head work, and so do the weights of embeddings and heads,
+    whole, as plain tensors. Call backward on what comes out. Every rank must make as many calls in the same order, with
+    a backward or without; a rank that has no rows left runs the body on any row with a mask that is False everywhere.
+
+    Args:
+        model: The model.
+        body: Takes the model and ``args``; returns tensors, or tuples, dicts or dataclasses of them.
+        *args: Handed over as they are; nothing is cast.
+
+    Returns:
+        What ``body`` returns.
+    """
+    if not isinstance(model, FSDPModule):
+        return body(model, *args)
+    # FSDP casts the tensors among a forward's arguments to the compute dtype; a closure hides them.
+    out = model.run_inside(partial(body, model, *args))
+    if not torch.is_grad_enabled() and not model.is_gathered:
+        # No backward will do it, and a later forward would take the stale copy for the stepped parameters.
+        model.reshard()
+    return out
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Keep all parameters whole on every rank, in the compute dtype, for sampling.
+
+    Entering is collective; within, forwards without a gradient do no communication, so ranks may make different numbers
+    of them. On leaving the copies are freed.
+    """
+    if not isinstance(model, FSDPModule) or model.is_gathered:
+        yield
+        return
+    _keep_gathered(model, True)
+    try:
+        for module in _sharded_modules(model):
+            module.unshard()
+        yield
+    finally:
+        _keep_gathered(model, False)
+        for module in _sharded_modules(model):
+            module.reshard()
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradient so that its norm is at most ``max_norm``; return the norm before, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters and buffers on the CPU, for ``save_pretrained``; collective, and empty except on rank 0."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum of the ranks' tensors, of the same shape and dtype, on every rank.
+
+    Example:
+        >>> sum_over_ranks(torch.tensor([1.5, 2.0]))
+        tensor([1.5000, 2.0000])
+    """
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def max_over_ranks(number: int) -> int:
+    """Largest of the ranks' numbers, on every rank."""
+    largest = torch.tensor(number)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def gather_over_ranks(tensor: Tensor) -> Tensor:
+    """The ranks' tensors one after the other along their first dimension, on every rank.
+
+    Args:
+        tensor: [n, ...]. n may differ between ranks and be 0; the other dimensions and the dtype are the same.
+
+    Returns:
+        [sum of n, ...], in the order of the ranks.
+
+    Example:
+        >>> gather_over_ranks(torch.tensor([3, 1]))
+        tensor([3, 1])
+    """
+    tensor = tensor.detach()
+    if not dist.is_initialized():
+        return tensor.clone()
+    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(lengths, torch.tensor(len(tensor)))
+    padded = tensor.new_zeros(max(map(int, lengths)), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Do something on rank 0 while the others wait; all get its result, or its exception.
+
+    Args:
+        action: Called on rank 0 alone. Its result or exception must pickle.
+    """
+    if not dist.is_initialized():
+        return action()
+    outcome: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _run(model: nn.Module, call: Callable[[], T]) -> T:
+    return call()
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _keep_gathered(model: nn.Module, keep: bool) -> None:
+    model.is_gathered = keep
+    for module in _sharded_modules(model):
+        if module is not model:
+            module.set_reshard_after_forward(not keep, recurse=False)
