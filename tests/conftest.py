@@ -18,7 +18,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
-from vapo_kernels import _dispatch, linear_chunks, row_softmax
+from vapo_kernels import _dispatch, linear_chunks, row_softmax, whiten
 from vapo_kernels.gae import blocked_scan
 from vapo_kernels.gae import kernel as gae_kernel
 
@@ -48,6 +48,7 @@ def use_small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
     monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 2048)
     monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)
+    monkeypatch.setattr(whiten, "CPU_BLOCK", 48)
     for name, value in (("SCAN_ROWS", 4), ("BLOCK_TOKENS", 48), ("MEAN_RUN", 3)):
         monkeypatch.setattr(blocked_scan, name, value)
     for module in MODULES_WITH_BLOCK:

@@ -10,6 +10,8 @@ from vapo_kernels._arguments import as_mask, expect, expect_mask, expect_tensor,
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 1024
+# Places of a block on the CPU path: a cache holds it, and PyTorch sums so few in one order for any number of threads.
+CPU_BLOCK = 1 << 15
 EPSILON = 1e-8
 
 
@@ -90,9 +92,7 @@ def _moments_kernel(
 def moments_op(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
     """Partial sums [5, blocks] of `masked_moments`."""
     if not use_triton(x):
-        x = x.double().masked_fill(~mask, 0.0)
-        error = torch.zeros_like(x) if y is None else x - y.double().masked_fill(~mask, 0.0)
-        return torch.stack([mask.sum(), x.sum(), x.square().sum(), error.sum(), error.square().sum()]).unsqueeze(1)
+        return _moments_torch(x, mask, y).unsqueeze(1)
     num_blocks = triton.cdiv(x.numel(), BLOCK)
     moments = torch.empty(5, num_blocks, dtype=torch.float64, device=x.device)
     if num_blocks > 0:
@@ -100,6 +100,18 @@ def moments_op(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
             _moments_kernel[(num_blocks,)](
                 x, y, mask, moments, x.numel(), HAS_Y=y is not None, BLOCK=BLOCK, num_warps=8
             )
+    return moments
+
+
+def _moments_torch(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
+    """The kernel's five sums in PyTorch, a block of places at a time."""
+    moments = torch.zeros(5, dtype=torch.float64)
+    for start in range(0, x.numel(), CPU_BLOCK):
+        at = slice(start, start + CPU_BLOCK)
+        kept = x[at][mask[at]].double()
+        error = kept.new_zeros(()) if y is None else kept - y[at][mask[at]].double()
+        sums = (kept.sum(), kept.square().sum(), error.sum(), error.square().sum())
+        moments += torch.stack([kept.new_tensor(len(kept)), *sums])
     return moments
 
 
@@ -133,12 +145,20 @@ def _whiten_kernel(
 def whiten_op(x: Tensor, mask: Tensor, shift_scale: Tensor) -> Tensor:
     """(x − shift)·scale at True places, 0 elsewhere."""
     if not use_triton(x):
-        shift, scale = shift_scale
-        return ((x.float() - shift) * scale).masked_fill(~mask, 0.0)
+        return _whiten_torch(x, mask, *shift_scale)
     out = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
     if x.numel() > 0:
         with on_device_of(x):
             _whiten_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, mask, shift_scale, out, x.numel(), BLOCK=BLOCK)
+    return out
+
+
+def _whiten_torch(x: Tensor, mask: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """The kernel's result in PyTorch, a block of places at a time."""
+    out = torch.empty(x.numel())
+    for start in range(0, x.numel(), CPU_BLOCK):
+        at = slice(start, start + CPU_BLOCK)
+        out[at] = torch.where(mask[at], (x[at].float() - shift) * scale, 0.0)
     return out
 
 

@@ -5,7 +5,7 @@ import torch
 from draws import DTYPES, cast, on, value_inputs
 from oracle import assert_within_budget
 
-from vapo_kernels import masked_whiten, reference
+from vapo_kernels import masked_whiten, reference, whiten
 from vapo_kernels.whiten import moments_op, whiten_op
 
 # Blocks of 32: one place, two, less than a block, exactly one, one more, several with a tail, no dimension.
@@ -76,6 +76,22 @@ def test_masked_is_never_read(device, poison):
     assert torch.equal(clean, dirty)
     assert not dirty[~mask].any() and dirty[mask].any()
     assert not masked_whiten(torch.full_like(x, poison), torch.zeros_like(mask)).any()
+
+
+def test_number_of_threads_changes_no_bit():
+    """Over several blocks of the CPU path, each too small to be shared between threads."""
+    n = 3 * whiten.CPU_BLOCK + 5
+    x, mask = torch.randn(n), torch.rand(n) < 0.55
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((moments_op(x, mask, x.flip(0)), masked_whiten(x, mask)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    exact = reference.value_moments(x.flip(0), x, mask)
+    torch.testing.assert_close(results[0][0][:, 0], exact, rtol=1e-12, atol=1e-9)
 
 
 def test_registration(device):
