@@ -1,42 +1,87 @@
-"""Rollout → Batch: old log-probs and values, then advantages and returns."""
+"""Rollout → Batch: rewards, advantages and returns."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from vapo.config import Config
-from vapo.packing import all_rows, micro_batches, state_values, token_indices, token_logits
+from vapo.passes import Passes
+from vapo.sharding import sum_over_ranks, world_size
 from vapo.types import Batch, Rollout
-from vapo_kernels import length_adaptive_lambda, masked_whiten, packed_gae, token_logprobs
+from vapo_kernels import length_adaptive_lambda, masked_whiten, packed_gae
 
 
-def build_batch(rollout: Rollout, old_logprobs: Tensor, old_values: Tensor, config: Config) -> Batch:
-    """Estimate advantages with λ_policy and returns with λ_critic (Eq. 5, 9, 13–15).
-
-    A response cut by the length limit counts as terminal: V(s_l) = 0 for all.
+def build_batch(rollout: Rollout, passes: Passes, config: Config) -> Batch:
+    """Shape the rewards, then estimate advantages and returns (Eq. 5, 9, 13–15, or from the group's scores).
 
     Args:
         rollout: S responses, N tokens.
-        old_logprobs: [N] float32.
-        old_values: [N] float32.
-        config: ``gamma``, ``alpha``, both λ, and the switches ``length_adaptive_gae``, ``decoupled_gae`` and
-            ``whiten_advantages`` are used.
+        passes: What the models say of them.
+        config: The settings of the estimator, of truncated responses, of the KL penalty and of whitening.
     """
-    lam_policy = policy_lambda(rollout.lengths, config)
-    gae = packed_gae(
-        rollout.rewards,
-        old_values,
-        rollout.cu_seqlens,
-        gamma=config.gamma,
-        lam_policy=lam_policy,
-        lam_critic=config.lam_critic if config.decoupled_gae else lam_policy,
-    )
-    advantages = gae.advantages
+    mask = training_mask(rollout, config)
+    rewards = shaped_rewards(rollout, passes, config)
+    values = torch.zeros_like(rewards) if passes.values is None else passes.values
+    if config.has_critic:
+        lam_policy = policy_lambda(rollout.lengths, config)
+        gae = packed_gae(
+            rewards,
+            values if config.use_values else torch.zeros_like(values),
+            rollout.cu_seqlens,
+            mask=mask,
+            gamma=config.gamma,
+            lam_policy=lam_policy,
+            lam_critic=config.lam_critic if config.decoupled_gae else lam_policy,
+            bootstrap_values=passes.final_values,
+        )
+        advantages, returns = gae.advantages, gae.returns
+    else:
+        lam_policy, scores = None, torch.segment_reduce(rewards, "sum", lengths=rollout.lengths)
+        advantages = group_advantages(scores, rollout.group_size).repeat_interleave(rollout.lengths)
+        returns = scores.repeat_interleave(rollout.lengths)
     if config.whiten_advantages:
-        advantages = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
-    return Batch(rollout, old_logprobs, old_values, advantages, gae.returns, lam_policy)
+        advantages = whiten(advantages, mask)
+    return Batch(
+        rollout, mask, passes.old_logprobs, passes.ref_logprobs, values, rewards, advantages, returns, lam_policy
+    )
+
+
+def training_mask(rollout: Rollout, config: Config) -> Tensor:
+    """[N] bool. Tokens that train: all, or those of finished responses where truncated is "mask"."""
+    trains = torch.ones_like(rollout.is_truncated) if config.truncated != "mask" else ~rollout.is_truncated
+    return trains.repeat_interleave(rollout.lengths)
+
+
+def shaped_rewards(rollout: Rollout, passes: Passes, config: Config) -> Tensor:
+    """Rewards per token, [N] float32: the verifier's, the overlong penalty (DAPO) and −β log π_old/π_ref (Eq. 1, 2)."""
+    rewards = rollout.rewards
+    if config.truncated == "penalty":
+        rewards = rewards.clone()
+        rewards[rollout.cu_seqlens[1:] - 1] += overlong_penalty(
+            rollout.lengths, config.max_new_tokens, config.overlong_buffer
+        )
+    if config.kl_reward_weight:
+        rewards = rewards - config.kl_reward_weight * (passes.old_logprobs - passes.ref_logprobs)
+    return rewards
+
+
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
+    """Penalise responses that come near the length limit (DAPO's soft overlong punishment).
+
+    Args:
+        lengths: [S] int64. Sampled tokens of each response.
+        max_new_tokens: The limit.
+        buffer: Tokens before the limit over which the penalty grows from 0 to −1.
+
+    Returns:
+        [S] float32 in [−1, 0].
+
+    Example:
+        >>> overlong_penalty(torch.tensor([10, 80, 90, 100]), max_new_tokens=100, buffer=20).tolist()
+        [0.0, 0.0, -0.5, -1.0]
+    """
+    return ((max_new_tokens - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def policy_lambda(lengths: Tensor, config: Config) -> Tensor:
@@ -46,21 +91,31 @@ def policy_lambda(lengths: Tensor, config: Config) -> Tensor:
     return torch.full(lengths.shape, config.lam_policy, device=lengths.device)
 
 
-@torch.no_grad()
-def rollout_logprobs(policy: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
-    """log π(a_t|s_t) of every sampled token at the sampling temperature, [N] float32, without gradient."""
-    logprobs = torch.empty_like(rollout.rewards)
-    for rows in micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        tokens = token_indices(rollout.cu_seqlens, rows)
-        logits = token_logits(policy, rollout, rows)
-        logprobs[tokens] = token_logprobs(logits, rollout.token_ids[tokens], temperature=config.temperature).logprobs
-    return logprobs
+def group_advantages(scores: Tensor, group_size: int) -> Tensor:
+    """Score of each response less the mean of its group, over the group's standard deviation (GRPO).
+
+    Args:
+        scores: [S] float32. The responses to one prompt stand side by side.
+        group_size: Responses to one prompt, >= 2.
+
+    Returns:
+        [S] float32: zeros for a group whose scores are all the same.
+
+    Example:
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0]), 4)
+        tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
+    """
+    groups = scores.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (groups.std(1, keepdim=True) + 1e-6)).view(-1)
 
 
-@torch.no_grad()
-def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
-    """V(s_t) of the state before every sampled token, [N] float32, without gradient."""
-    values = torch.empty_like(rollout.rewards)
-    for rows in micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        values[token_indices(rollout.cu_seqlens, rows)] = state_values(critic, rollout, rows)
-    return values
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Give the advantages under ``mask`` mean 0 and variance 1 over all ranks; 0 elsewhere."""
+    if world_size() == 1:
+        return masked_whiten(advantages, mask)
+    kept = advantages[mask].double()
+    count, total = sum_over_ranks(torch.stack((kept.new_tensor(len(kept)), kept.sum())))
+    mean = total / count.clamp(min=1)
+    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=1)
+    return torch.where(mask, (advantages - mean) * (variance + 1e-8).rsqrt(), 0).float()

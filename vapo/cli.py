@@ -8,36 +8,93 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tyro
 
 from vapo.config import Config
 from vapo.presets import PRESETS, preset
 
-USAGE = """usage: vapo train [options]
+USAGE = """usage: vapo COMMAND [options]
 
-  vapo train            train a small model on two cores in a few minutes, from nothing
-  vapo train --help     list every setting
-  vapo train --dry-run  print the settings that a run would have
+  vapo train             train a small model on two cores in a few minutes, from nothing
+  vapo train --resume R  go on with the run in the folder R
+  vapo pretrain-value    fit a critic to a fixed policy; `vapo train --critic R` starts from it
+  vapo evaluate R        held-out accuracy, pass@k and maj@k of a run or a model
+  vapo report R…         one table and one picture that compare runs
+
+  vapo COMMAND --help    list every option
 """
+
+# What may differ in a run that goes on: how long it is, what it records, and where it computes.
+RESUMABLE = (
+    *("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "logged_samples", "trackers"),
+    *("device", "threads", "reward_timeout"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Config):
+    """Settings as they stand on the command line."""
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `preset`, which knows what was given and what is left to the preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a policy and a critic with VAPO: supervised warm start, value pretraining, RL."""
+    """Train a policy: supervised warm start (embedded tasks), value pretraining, RL."""
 
-    config: Annotated[Config, tyro.conf.OmitArgPrefixes]
-    preset: str = "embedded"
-    """Settings to start from: embedded, vapo, vc_ppo or ppo. Options given beside it win."""
+    config: Annotated[Options, tyro.conf.OmitArgPrefixes]
+    preset: str = "vapo"
+    """The algorithm: vapo, vc_ppo, ppo, grpo or dapo. Options given beside it win."""
     out: str = ""
     """Folder of the run, new or empty; left out, a fresh one under runs/."""
+    resume: str = ""
+    """Folder of a run to go on with, from its newest checkpoint. Its settings hold; only steps, evaluation, record,
+    trackers, device and threads may be given anew."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the resolved settings as JSON and stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate a policy on held-out problems."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of a run, whose settings hold, or a hub id or folder of a model."""
+    task: str = ""
+    """Prompts and verifier, as `vapo train` has it; empty: those of the run."""
+    reward: str = ""
+    """How responses are scored, as `vapo train` has it."""
+    problems: int = 200
+    """Held-out problems, >= 1."""
+    samples: int = 1
+    """Responses to each of them: k of avg@k, pass@k and maj@k."""
+    temperature: float = 1.0
+    """Sampling temperature, > 0."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens of this mass, in (0, 1]."""
+    max_new_tokens: int = 0
+    """Tokens after which a response is cut; 0: as the run has it, or 8192."""
+    seed: int = 0
+    """Seed of the sampling."""
+    device: str = "auto"
+    """Where the model lives: auto, cpu or cuda."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Compare runs in one table and one picture."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    out: str = "comparison.png"
+    """The picture."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,10 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(version("vapo"))
         return 0
+    command, options = arguments[0], arguments[1:]
     try:
-        if arguments[0] != "train":
-            raise ValueError(f"command must be train; got {arguments[0]!r}")
-        return _train(_parse(arguments[1:]))
+        if command == "train":
+            return _train(*_parse_train("vapo train", options), last_phase="vapo")
+        if command == "pretrain-value":
+            return _train(*_parse_train("vapo pretrain-value", options), last_phase="value_pretraining")
+        if command == "evaluate":
+            return _evaluate(_parse(Evaluate, "vapo evaluate", options))
+        if command == "report":
+            return _report(_parse(Report, "vapo report", options))
+        raise ValueError(f"command must be train, pretrain-value, evaluate or report; got {command!r}")
     except BrokenPipeError:
         # The reader has left (`vapo train --dry-run | head`); what Python flushes on exit must not meet the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,11 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _train(command: Train) -> int:
+def _train(command: Train, config: Config, *, last_phase: str) -> int:
+    if last_phase == "value_pretraining" and not config.pretrains_values:
+        raise ValueError("pretrain-value needs a critic and value_pretraining; the preset or the options switch it off")
     if command.dry_run:
-        print(json.dumps(asdict(command.config), indent=2), flush=True)
+        print(json.dumps(asdict(config), indent=2), flush=True)
         return 0
-    folder = _run_folder(command)
+    folder = Path(command.resume) if command.resume else _run_folder(command, config)
+    existed = (folder / "config.json").exists()
     try:
         # Idle OpenMP threads that spin halve the speed of a machine with other work; to be said before torch loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,29 +143,90 @@ def _train(command: Train) -> int:
 
         logging.disable_progress_bar()
         print(f"run folder: {folder}")
-        train(command.config, folder)
+        train(config, folder, resume=bool(command.resume), last_phase=last_phase)
     except ValueError as error:
-        if (folder / "config.json").exists():
+        if not existed and (folder / "config.json").exists():
             # Once the run records itself, its settings are fine: what goes wrong is a defect and keeps its traceback.
             raise RuntimeError(f"the run in {folder} failed") from error
         raise
     except KeyboardInterrupt:
-        print(f"\nvapo: interrupted; what was measured is in {folder}", file=sys.stderr)
+        print(
+            f"\nvapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint", file=sys.stderr
+        )
         return 130
     return 0
 
 
-def _parse(arguments: list[str]) -> Train:
-    """Read the options of ``vapo train``; the preset comes first, since it sets the defaults of all others."""
-    name = _value_of("--preset", arguments, default="embedded")
+def _evaluate(command: Evaluate) -> int:
+    from vapo.evaluate_model import evaluate_model
+
+    metrics = evaluate_model(**asdict(command))
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name:{width}}  {value:.4g}")
+    return 0
+
+
+def _report(command: Report) -> int:
+    from vapo.report import compare
+
+    print(compare([Path(run) for run in command.runs], Path(command.out)))
+    return 0
+
+
+def _parse_train(program: str, arguments: list[str]) -> tuple[Train, Config]:
+    """Read the options of ``vapo train``; preset, task and model set the defaults of all others."""
+    name = _value_of("--preset", arguments, default="vapo")
     if name not in PRESETS:
         raise ValueError(f"--preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    first = {field: value for field in ("task", "model") if (value := _value_of(f"--{field}", arguments, default=""))}
+    defaults = Options(**asdict(preset(name, **first)))
+    command = _parse(Train, program, arguments, default=Train(config=defaults))
+    names = _given_fields(arguments)
+    given = {name: getattr(command.config, name) for name in names}
+    if not command.resume:
+        return command, preset(name, **given)
+    if "--preset" in arguments or command.out:
+        raise ValueError("--resume takes the run's own preset and folder; got --preset or --out beside it")
+    return command, _resumed_config(Path(command.resume), given)
+
+
+def _resumed_config(folder: Path, given: dict[str, object]) -> Config:
+    """The settings of a run that goes on.
+
+    Raises:
+        ValueError: If there is no run, or a setting that its results depend on would change.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--resume must be the folder of a run; got {folder}, which has no config.json")
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    changed = [
+        f"{name} (the run has {saved.get(name)!r}, got {value!r})"
+        for name, value in given.items()
+        if name not in RESUMABLE and saved.get(name) != value
+    ]
+    if changed:
+        raise ValueError(f"a resumed run keeps its settings, but {', '.join(changed)} would change")
+    return Config(**saved | given)
+
+
+def _given_fields(arguments: list[str]) -> list[str]:
+    """The fields of Config that the command line names."""
+    names = {field.name for field in fields(Config)}
+    options = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    return [name for option in options for name in (option, option.removeprefix("no_")) if name in names]
+
+
+_Command = TypeVar("_Command")
+
+
+def _parse(kind: type[_Command], program: str, arguments: list[str], default: _Command | None = None) -> _Command:
     complaint = io.StringIO()
+    options = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                Train, prog="vapo train", args=arguments, default=Train(config=preset(name)), use_underscores=False
-            )
+            return tyro.cli(kind, prog=program, args=arguments, use_underscores=False, **options)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -127,7 +255,7 @@ def _one_line(box: str) -> str:
     return message if hint is None else f"{message}. Perhaps you meant {hint}?"
 
 
-def _run_folder(command: Train) -> Path:
+def _run_folder(command: Train, config: Config) -> Path:
     """The folder asked for, or a fresh one.
 
     Raises:
@@ -138,6 +266,7 @@ def _run_folder(command: Train) -> Path:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--out must be a new or an empty folder; got {folder}, which exists")
         return folder
-    stem = f"{command.config.task}-{command.preset}-seed{command.config.seed}"
+    task = Path(config.task.partition(",")[0]).stem.replace("reasoning-gym:", "")
+    stem = f"{task}-{command.preset}-seed{config.seed}"
     names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
     return next(Path("runs") / name for name in names if not (Path("runs") / name).exists())

@@ -5,21 +5,42 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from vapo.tasks import TASK_NAMES
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of a training run. Equation numbers are those of docs/maths.md."""
 
+    # Where things come from.
     task: str = "running-total"
-    """Where prompts and their verifier come from."""
+    """Prompts and their verifier: "running-total" or "knights-knaves" (embedded), "reasoning-gym:NAME", or row files
+    (.parquet or .jsonl, several with commas between)."""
+    eval_task: str = ""
+    """Held-out problems, named as ``task`` is; empty: the part of ``task`` that training never sees."""
+    reward: str = ""
+    """How responses are scored: empty for the task's own way, "math", or "file.py:function"."""
+    reward_timeout: float = 10.0
+    """Seconds that a verifier may take for one response, > 0; after that its reward is 0."""
+    model: str = "tiny"
+    """The policy: "tiny" for a small Qwen3 with random weights (embedded tasks only), else a hub id or a folder."""
+    critic: str = ""
+    """The critic's start: empty for a copy of the policy under a head of zeros, else a hub id or folder of a value or
+    reward model, or the folder of an earlier run."""
     seed: int = 0
     """Seed of every generator of the run; the same seed repeats a run bit for bit on the same machine."""
+
+    # How it is computed.
     device: str = "auto"
     """Where the models live: "cpu", "cuda", or "auto" for a GPU if there is one."""
-    threads: int = 2
-    """CPU threads; 0 leaves PyTorch's own choice. The embedded model is too small to feed more than 2."""
+    threads: int = 0
+    """CPU threads; 0 leaves PyTorch's own choice."""
+    dtype: str = "float32"
+    """What the models compute in: "float32" or "bfloat16". Parameters and optimiser states are float32 in both."""
+    attention: str = "sdpa"
+    """Attention of the models: "sdpa", "eager", or "flash_attention_2" (packed rows; needs the extra ``flash``)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, a third more compute."""
+    micro_batch_tokens: int = 16384
+    """Most tokens in a model at once, padding included; changes memory and speed, and results by rounding only."""
 
     # The seven parts of VAPO.
     value_pretraining: bool = True
@@ -37,6 +58,10 @@ class Config:
     group_sampling: bool = True
     """Sample group_size responses to each prompt; off: as many responses, each to its own prompt. Paper: on."""
 
+    advantage_estimator: str = "gae"
+    """"gae" with a critic, or "group": a response's score less its group's mean, over its standard deviation."""
+    use_values: bool = True
+    """Let GAE see the critic's values; off: zeros in their place, all else as it is (the control for the critic)."""
     gamma: float = 1.0
     """Discount γ per token, in (0, 1] (Eq. 5, 6). Paper: 1.0."""
     lam_policy: float = 0.95
@@ -49,39 +74,86 @@ class Config:
     """ε_low: the ratio is clipped below at 1 − ε_low, in (0, 1) (Eq. 3). Paper: 0.2."""
     clip_high: float = 0.28
     """ε_high: the ratio is clipped above at 1 + ε_high, >= clip_low (Eq. 3). Paper: 0.28."""
+    dual_clip: float | None = None
+    """Bound, > 1, of the ratio where the advantage is negative; None: none. Paper: not stated."""
     nll_weight: float = 0.1
     """μ: weight of the positive-example loss, >= 0 (Eq. 17). Paper: 0.1."""
+    kl_weight: float = 0.0
+    """Weight in the loss of the KL divergence (k3) from the policy before RL, >= 0. Paper: 0."""
+    kl_reward_weight: float = 0.0
+    """β: weight, in each token's reward, of its log-ratio to the policy before RL, >= 0 (Eq. 1, 2). Paper: 0."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus, >= 0. Paper: not stated."""
     value_clip: float | None = None
     """Values are clipped to this distance from their old ones, > 0; None: unclipped. Paper: not stated."""
     whiten_advantages: bool = True
     """Give the advantages of a step mean 0 and variance 1. Paper: not stated."""
 
-    steps: int = 40
-    """RL steps: one rollout and epochs × mini_batches optimiser steps each."""
-    num_prompts: int = 32
+    # Rollouts.
+    steps: int = 200
+    """RL steps: one rollout and its optimiser steps each."""
+    num_prompts: int = 512
     """Prompts per RL step. Paper: 512."""
-    group_size: int = 8
+    group_size: int = 16
     """Responses per prompt. Paper: 16."""
-    max_new_tokens: int = 110
+    dynamic_sampling: bool = False
+    """Sample further prompts in the place of those whose responses are all correct or all wrong. DAPO: on."""
+    max_sampling_rounds: int = 5
+    """Rounds of dynamic sampling in a step; then groups without a difference fill the batch."""
+    max_new_tokens: int = 8192
     """Tokens after which a response is cut; it then counts as wrong."""
+    truncated: str = "zero"
+    """What the end of a cut response means: "zero" (V(s_l) = 0), "bootstrap" (the critic's V(s_l)), "penalty" (DAPO's
+    overlong shaping besides), or "mask" (it does not train). Paper: not stated."""
+    overlong_buffer: int = 1024
+    """Last tokens before max_new_tokens over which the penalty grows from 0 to 1. DAPO: a fifth of the limit."""
     temperature: float = 1.0
     """Sampling temperature, > 0; the loss sees the same scaled logits. Paper: 1.0."""
-    epochs: int = 1
-    """Passes over each rollout. Paper: not stated."""
-    mini_batches: int = 2
+    top_p: float = 1.0
+    """Sample from the likeliest tokens of this mass, in (0, 1]; below 1 the ratio is biased by the mass cut off."""
+    top_k: int = 0
+    """Sample from so many likeliest tokens; 0: all. Biases the ratio as top_p does."""
+    stop: tuple[str, ...] = ()
+    """Tokens that end a response, besides the model's own."""
+    engine: str = "loop"
+    """What samples: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
+
+    # Optimisation.
+    mini_batches: int = 16
     """Optimiser steps per pass, each on its own share of the responses. Paper: 16."""
-    actor_lr: float = 3e-4
+    actor_epochs: int = 1
+    """Passes of the policy over each rollout. Paper: not stated."""
+    critic_epochs: int = 1
+    """Passes of the critic over each rollout. Paper: not stated."""
+    actor_lr: float = 1e-6
     """AdamW learning rate of the policy, > 0. Paper: 1e-6."""
-    critic_lr: float = 1e-3
+    critic_lr: float = 2e-6
     """AdamW learning rate of the critic, in value pretraining too, > 0. Paper: 2e-6."""
+    actor_lr_warmup: int = 0
+    """RL steps over which the policy's learning rate rises linearly. Paper: a warm-up of unstated length."""
+    critic_lr_warmup: int = 0
+    """The same of the critic; in value pretraining, steps of that phase."""
+    weight_decay: float = 0.01
+    """AdamW weight decay of both models, >= 0. Paper: not stated."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
-    micro_batch_tokens: int = 2048
-    """Most tokens in a model at once, padding included; changes memory and speed, and results by rounding only."""
 
-    warm_start_steps: int = 220
-    """Supervised steps on demonstrations before anything else; 0: start from random weights."""
-    warm_start_clean_steps: int = 150
+    # Value pretraining.
+    pretraining_steps: int = 50
+    """Most rollouts of value pretraining. Paper: 50 steps."""
+    pretraining_prompts: int = 512
+    """Responses per rollout of value pretraining, each to its own prompt."""
+    pretraining_epochs: int = 1
+    """Passes of the critic over each of these rollouts."""
+    pretraining_mini_batches: int = 1
+    """Optimiser steps per such pass."""
+    pretraining_target: float = 0.5
+    """Value pretraining stops early once the explained variance of a fresh rollout reaches this, in (0, 1]."""
+
+    # Warm start of the tiny model.
+    warm_start_steps: int = 0
+    """Supervised steps on demonstrations before anything else; 0: none."""
+    warm_start_clean_steps: int = 0
     """How many of these, the first ones, see faultless demonstrations only."""
     warm_start_batch: int = 64
     """Demonstrations per supervised step."""
@@ -92,44 +164,64 @@ class Config:
     error: float = 0.05
     """Probability of a mistake in each step of a later demonstration, in [0, 1]."""
 
-    pretraining_steps: int = 8
-    """Most rollouts of value pretraining. Paper: 50 steps."""
-    pretraining_prompts: int = 256
-    """Responses per rollout of value pretraining, each to its own prompt."""
-    pretraining_epochs: int = 2
-    """Passes of the critic over each of these rollouts."""
-    pretraining_mini_batches: int = 4
-    """Optimiser steps per such pass."""
-    pretraining_target: float = 0.5
-    """Value pretraining stops early once the explained variance of a fresh rollout reaches this, in (0, 1]."""
-
-    eval_problems: int = 400
-    """Held-out problems of each evaluation, one response each."""
+    # Evaluation and record.
+    eval_problems: int = 200
+    """Held-out problems of each evaluation."""
+    eval_samples: int = 1
+    """Responses to each of them, k of avg@k, pass@k and maj@k; one greedy response besides."""
+    eval_top_p: float = 1.0
+    """top_p of evaluation, in (0, 1]. Paper: 0.7."""
     eval_every: int = 10
     """RL steps between evaluations; there is always one before and one after."""
     logged_samples: int = 4
     """Responses written to samples.jsonl after each rollout."""
+    checkpoint_every: int = 10
+    """Steps of any phase between checkpoints; there is one at each phase's end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides metrics.jsonl: "tensorboard", "trackio", "wandb" (extra ``track``)."""
 
     def __post_init__(self) -> None:
-        """Check every field; the first that is wrong raises ValueError."""
+        """Check every field and what must hold between them; the first that is wrong raises ValueError."""
         for field in fields(self):
             _check(field.name, str(field.type), getattr(self, field.name))
-        if self.clip_high < self.clip_low:
-            raise ValueError(f"clip_high must be >= clip_low = {self.clip_low}; got {self.clip_high}")
-        if self.warm_start_clean_steps > self.warm_start_steps:
+        for name, holds, relation in (
+            ("clip_high", self.clip_high >= self.clip_low, f">= clip_low = {self.clip_low}"),
+            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "None or > 1"),
+            (
+                "warm_start_clean_steps",
+                self.warm_start_clean_steps <= self.warm_start_steps,
+                f"<= warm_start_steps = {self.warm_start_steps}",
+            ),
+            (
+                "mini_batches",
+                self.mini_batches <= self.num_responses,
+                f"<= num_prompts × group_size = {self.num_responses}",
+            ),
+            (
+                "pretraining_mini_batches",
+                self.pretraining_mini_batches <= self.pretraining_prompts,
+                f"<= pretraining_prompts = {self.pretraining_prompts}",
+            ),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {relation}; got {getattr(self, name)}")
+        if (self.advantage_estimator == "group" or self.dynamic_sampling) and self.responses_per_prompt < 2:
             raise ValueError(
-                f"warm_start_clean_steps must be <= warm_start_steps = {self.warm_start_steps};"
-                f" got {self.warm_start_clean_steps}"
+                "group_size must be >= 2, with group_sampling, for advantage_estimator='group' and dynamic_sampling;"
+                f" got {self.group_size} and group_sampling={self.group_sampling}"
             )
-        if self.mini_batches > self.num_responses:
-            raise ValueError(
-                f"mini_batches must be <= num_prompts × group_size = {self.num_responses}; got {self.mini_batches}"
-            )
-        if self.pretraining_mini_batches > self.pretraining_prompts:
-            raise ValueError(
-                f"pretraining_mini_batches must be <= pretraining_prompts = {self.pretraining_prompts};"
-                f" got {self.pretraining_mini_batches}"
-            )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic: with GAE, not with group advantages."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the policy before RL is needed."""
+        return self.kl_weight > 0 or self.kl_reward_weight > 0
 
     @property
     def num_responses(self) -> int:
@@ -152,13 +244,31 @@ class Config:
         return self.nll_weight if self.positive_nll else 0.0
 
     @property
+    def pretrains_values(self) -> bool:
+        """Whether the run has a phase of value pretraining."""
+        return self.value_pretraining and self.has_critic
+
+    @property
     def total_steps(self) -> int:
         """Steps of all phases together."""
-        return self.warm_start_steps + self.value_pretraining * self.pretraining_steps + self.steps
+        return self.warm_start_steps + self.pretrains_values * self.pretraining_steps + self.steps
 
 
-_MAY_BE_ZERO = ("seed", "threads", "warm_start_steps", "warm_start_clean_steps", "logged_samples")
-_CHOICES = {"task": TASK_NAMES, "device": ("auto", "cpu", "cuda")}
+_MAY_BE_ZERO = (
+    *("seed", "threads", "steps", "warm_start_steps", "warm_start_clean_steps", "logged_samples", "top_k"),
+    *("actor_lr_warmup", "critic_lr_warmup"),
+)
+_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("float32", "bfloat16"),
+    "attention": ("sdpa", "eager", "flash_attention_2"),
+    "advantage_estimator": ("gae", "group"),
+    "truncated": ("zero", "bootstrap", "penalty", "mask"),
+    "engine": ("loop", "transformers"),
+}
+_FROM_ZERO_TO_ONE = ("lam_policy", "lam_critic", "give_up", "error")
+_SHARES = ("gamma", "pretraining_target", "top_p", "eval_top_p")
+_NOT_NEGATIVE = ("clip_high", "nll_weight", "kl_weight", "kl_reward_weight", "entropy_weight", "weight_decay")
 
 
 def _check(name: str, kind: str, value: object) -> None:
@@ -167,20 +277,27 @@ def _check(name: str, kind: str, value: object) -> None:
     number = float(value) if is_int or isinstance(value, float) else math.nan
     if name in _CHOICES:
         expected, valid = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
+    elif kind == "str":
+        expected, valid = (
+            "a text",
+            isinstance(value, str) and (bool(value) or name in ("eval_task", "reward", "critic")),
+        )
+    elif kind.startswith("tuple"):
+        expected, valid = "a tuple of texts", isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
     elif kind == "bool":
         expected, valid = "True or False", isinstance(value, bool)
     elif kind == "int":
         least = 0 if name in _MAY_BE_ZERO else 1
         expected, valid = f"an integer >= {least}", is_int and value >= least
-    elif name in ("lam_policy", "lam_critic", "give_up", "error"):
+    elif name in _FROM_ZERO_TO_ONE:
         expected, valid = "a number in [0, 1]", 0 <= number <= 1
-    elif name in ("gamma", "pretraining_target"):
+    elif name in _SHARES:
         expected, valid = "a number in (0, 1]", 0 < number <= 1
     elif name == "clip_low":
         expected, valid = "a number in (0, 1)", 0 < number < 1
-    elif name in ("clip_high", "nll_weight"):
+    elif name in _NOT_NEGATIVE:
         expected, valid = "a finite number >= 0", 0 <= number < math.inf
     else:
-        expected, valid = "a finite number > 0", 0 < number < math.inf or (name == "value_clip" and value is None)
+        expected, valid = "a finite number > 0", 0 < number < math.inf or (kind.endswith("None") and value is None)
     if not valid:
         raise ValueError(f"{name} must be {expected}; got {value!r}")

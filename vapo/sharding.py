@@ -6,7 +6,7 @@ Without a process group there is one rank and every function here is the plain t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,24 @@ def start_process_group(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+
+
+@contextmanager
+def distributed(device: torch.device, alone: bool) -> Iterator[torch.device]:
+    """Be in torchrun's process group for the length of the block and give this rank's device.
+
+    Args:
+        device: "cuda" or "cpu".
+        alone: Whether to form a group of one without torchrun: mixed precision goes through sharding.
+    """
+    start_process_group(device)
+    if alone and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    finally:
+        stop_process_group()
 
 
 def stop_process_group() -> None:
@@ -197,6 +215,33 @@ def gather_over_ranks(tensor: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
     return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
+
+
+def mean_over_ranks(tensor: Tensor) -> float:
+    """Mean of all elements of the ranks' tensors, 0 where there are none."""
+    total, count = sum_over_ranks(
+        torch.stack((tensor.double().sum(), tensor.new_tensor(tensor.numel()).double()))
+    ).tolist()
+    return total / count if count else 0.0
+
+
+def gather_objects(item: T) -> list[T]:
+    """The ranks' objects, which pickle, in the order of the ranks, on every rank."""
+    if not dist.is_initialized():
+        return [item]
+    items: list[T] = [item] * world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def share_of(items: Sequence[T]) -> list[T]:
+    """This rank's share of what all ranks hold: shares differ by one item at most.
+
+    Example:
+        >>> share_of("abc")
+        ['a', 'b', 'c']
+    """
+    return list(items[rank() :: world_size()])
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from vapo.advantages import build_batch, rollout_values
+from vapo.advantages import build_batch
 from vapo.config import Config
+from vapo.explained import explained_variances
+from vapo.learner import Learner
+from vapo.models import value_head
 from vapo.packing import all_rows
+from vapo.passes import Passes, rollout_values
 from vapo.rollout import collect
-from vapo.tasks import Task
+from vapo.sharding import gathered, mean_over_ranks, share_of
 from vapo.types import Rollout
-from vapo.update import mean_metrics, split_rows, update_critic
-from vapo_kernels import explained_variance
+from vapo.update import mean_metrics, set_lr, split_rows, update_critic
 
 
-def pretrain_values(
-    critic: PreTrainedModel,
-    policy: PreTrainedModel,
-    task: Task,
-    config: Config,
-    *,
-    data: random.Random,
-    sampling: torch.Generator,
-    shuffling: torch.Generator,
-) -> Iterator[dict[str, float]]:
-    """Fit ``critic`` to Monte-Carlo returns (Eq. 9 and 10 with λ = 1) of fresh rollouts, yielding metrics of each.
+def pretraining_step(learner: Learner, step: int, config: Config) -> tuple[dict[str, float], list[str]]:
+    """Fit the critic to Monte-Carlo returns (Eq. 9 and 10 with λ = 1) of one fresh rollout of the frozen policy.
 
-    Stops after the rollout whose returns the critic, before training on it, explains to ``pretraining_target``, or
-    after ``pretraining_steps``. The policy does not change, and the value loss is not clipped.
+    The phase ends after the rollout whose returns the critic, before training on it, explains to
+    ``pretraining_target``, or after ``pretraining_steps``. The value loss is not clipped.
+
+    Args:
+        learner: In the phase "value_pretraining".
+        step: From 1.
+        config: The settings of the phase.
+
+    Returns:
+        Metrics, and tracebacks of verifiers that failed.
     """
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=config.critic_lr)
-    for _ in range(config.pretraining_steps):
-        problems = task.problems(config.pretraining_prompts, data)
-        rollout, _ = collect(
-            policy,
-            task,
+    problems = share_of(learner.task.problems(config.pretraining_prompts, learner.generators.data))
+    with gathered(learner.policy):
+        rollout, _, errors = collect(
+            learner.policy,
+            learner.tokenizer,
+            learner.task,
             problems,
             group_size=1,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            generator=sampling,
+            sampling=learner.sampling,
+            generator=learner.generators.sampling,
         )
-        metrics = fit_returns(critic, optimizer, rollout, config, shuffling)
-        yield metrics
-        if metrics["critic/pretrain/vf_explained_var"] >= config.pretraining_target:
-            return
+    if step == 1 and not config.critic:
+        center_critic(learner.critic, rollout)
+    set_lr(learner.critic_optimizer, config.critic_lr, step, config.critic_lr_warmup)
+    metrics = fit_returns(learner.critic, learner.critic_optimizer, rollout, config, learner.generators.shuffling)
+    return metrics, errors
+
+
+@torch.no_grad()
+def center_critic(critic: PreTrainedModel, rollout: Rollout) -> None:
+    """Let a critic whose head is zero say the mean reward everywhere: the first updates need not find the mean."""
+    value_head(critic).bias.fill_(mean_over_ranks(rollout.scores))
 
 
 def fit_returns(
@@ -61,17 +67,20 @@ def fit_returns(
 ) -> dict[str, float]:
     """Train the critic on one rollout; the explained variance is that on the rollout before it."""
     values = rollout_values(critic, rollout, config)
-    monte_carlo = replace(config, decoupled_gae=True, lam_critic=1.0)
-    batch = build_batch(rollout, torch.zeros_like(values), values, monte_carlo)
-    fresh = explained_variance(values, batch.returns, torch.ones_like(values, dtype=torch.bool)).item()
+    truncated = "zero" if config.truncated == "bootstrap" else config.truncated
+    monte_carlo = replace(
+        config, decoupled_gae=True, lam_critic=1.0, truncated=truncated, kl_reward_weight=0.0, whiten_advantages=False
+    )
+    batch = build_batch(rollout, Passes(old_logprobs=torch.zeros_like(values), values=values), monte_carlo)
+    explained, _ = explained_variances(batch)
     updates = [
         update_critic(critic, optimizer, batch, rows.to(critic.device), config, value_clip=None)
         for _ in range(config.pretraining_epochs)
         for rows in split_rows(len(all_rows(rollout)), config.pretraining_mini_batches, shuffling)
     ]
     return {
-        "critic/pretrain/vf_explained_var": fresh,
+        "critic/pretrain/vf_explained_var": explained,
         "critic/pretrain/vf_loss": mean_metrics(updates)["critic/vf_loss"],
-        "critic/pretrain/score": rollout.scores.mean().item(),
-        "response_length/mean": rollout.lengths.float().mean().item(),
+        "critic/pretrain/score": mean_over_ranks(rollout.scores),
+        "response_length/mean": mean_over_ranks(rollout.lengths.float()),
     }

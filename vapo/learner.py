@@ -1,0 +1,213 @@
+"""Everything that training changes, which is everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vapo.checkpoint import load_checkpoint, read_state, save_checkpoint
+from vapo.config import Config
+from vapo.models import critic_from_policy, load_critic, load_policy, plain_head, stop_token_ids
+from vapo.rollout import Sampling
+from vapo.sharding import full_state_dict, gather_objects, rank, shard, world_size
+from vapo.tasks import Task
+
+HELD_OUT_SEED = 0
+PHASES = ("warm_start", "value_pretraining", "vapo")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Generators:
+    """One source of randomness for each purpose, so that changing one use leaves the others alone."""
+
+    data: random.Random
+    sampling: torch.Generator
+    shuffling: torch.Generator
+
+
+@dataclass(slots=True)
+class Learner:
+    """Models, optimisers, generators and the place in the run.
+
+    Attributes:
+        policy: The policy.
+        critic: The critic; None with group advantages.
+        reference: The policy before RL, frozen; None unless a KL term wants it.
+        tokenizer: The policy's.
+        task: Prompts and verifier, with the data cursor.
+        sampling: How training rollouts are sampled.
+        policy_optimizer: AdamW of the policy in the present phase.
+        critic_optimizer: AdamW of the critic in the present phase.
+        generators: Those of the present phase.
+        phase: One of ``PHASES``, or "" before the first.
+        step: Steps of the phase that are done.
+        before: Held-out metrics before RL, once they are known.
+    """
+
+    policy: PreTrainedModel
+    critic: PreTrainedModel | None
+    reference: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    sampling: Sampling
+    policy_optimizer: torch.optim.Optimizer | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    generators: Generators | None = None
+    phase: str = ""
+    step: int = 0
+    before: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """The models that there are, by name."""
+        models = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
+        return {name: model for name, model in models.items() if model is not None}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimisers of the present phase, by the name of their model."""
+        optimizers = {"policy": self.policy_optimizer, "critic": self.critic_optimizer}
+        return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
+
+    def is_past(self, phase: str) -> bool:
+        """Whether the run has left a phase for a later one."""
+        return bool(self.phase) and PHASES.index(self.phase) > PHASES.index(phase)
+
+    def begin(self, phase: str, config: Config) -> None:
+        """Enter a phase with fresh optimisers and generators.
+
+        Moments of earlier phases say nothing about its gradients, and no rollout of an earlier phase is met again.
+        """
+        self.phase, self.step = phase, 0
+        self.generators = make_generators(f"{phase} {config.seed}", self.policy.device)
+        self.policy_optimizer = self.critic_optimizer = None
+        decay = config.weight_decay
+        if phase == "warm_start":
+            self.policy_optimizer = torch.optim.AdamW(
+                self.policy.parameters(), lr=config.warm_start_lr, betas=(0.9, 0.98), weight_decay=decay
+            )
+        if phase == "vapo":
+            self.policy_optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.actor_lr, weight_decay=decay)
+        if phase != "warm_start" and self.critic is not None:
+            self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), lr=config.critic_lr, weight_decay=decay)
+
+    def save(self, folder: Path, config: Config) -> None:
+        """Write a checkpoint of this place in the run."""
+        state = {
+            "phase": self.phase,
+            "step": self.step,
+            "before": self.before,
+            "task": self.task.state_dict(),
+            "generators": gather_objects(_generator_states(self.generators)),
+        }
+        save_checkpoint(
+            folder,
+            f"{PHASES.index(self.phase)}-{self.phase}-{self.step:06d}",
+            models=self.models,
+            optimizers=self.optimizers,
+            state=state,
+            keep=config.keep_checkpoints,
+        )
+
+    def restore(self, checkpoint: Path, config: Config) -> None:
+        """Go to the place in the run that a checkpoint holds."""
+        state = read_state(checkpoint)
+        self.begin(state["phase"], config)
+        load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
+        self.step, self.before = state["step"], state["before"]
+        self.task.load_state_dict(state["task"])
+        states = state["generators"]
+        _load_generator_states(self.generators, states[rank() % len(states)])
+        if len(states) != world_size():
+            # Another number of ranks: no rank may repeat what another one draws.
+            purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
+            self.generators.sampling.manual_seed(seed_for(purpose, rank()))
+
+    def export(self, folder: Path) -> None:
+        """Write ``policy/``, with its tokenizer, and ``critic/`` as folders that ``from_pretrained`` loads."""
+        export(self.policy, folder / "policy")
+        if rank() == 0:
+            self.tokenizer.save_pretrained(folder / "policy")
+        if self.critic is not None:
+            export(self.critic, folder / "critic")
+
+
+def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
+    """Load or build the models that a run needs, place them and, with several ranks, shard them."""
+    options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
+    policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer, config.stop),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        engine=config.engine,
+    )
+    critic = reference = None
+    if config.has_critic:
+        critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
+    if config.has_reference:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    learner = Learner(policy, critic, reference, tokenizer, task, sampling)
+    for model in learner.models.values():
+        model.to(device)
+        if model is not critic:
+            plain_head(model)
+        shard(model, DTYPES[config.dtype])
+    return learner
+
+
+def choose_device(config: Config) -> torch.device:
+    """Resolve ``config.device``.
+
+    Raises:
+        ValueError: If it is "cuda" where PyTorch sees no GPU.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError("device must be auto or cpu where PyTorch sees no GPU; got 'cuda'")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def make_generators(purpose: str, device: torch.device) -> Generators:
+    """Seed one generator for each use; all ranks draw the same data and shuffles, each its own samples."""
+    return Generators(
+        data=random.Random(seed_for(f"data {purpose}", 0)),
+        sampling=torch.Generator(device).manual_seed(seed_for(f"sampling {purpose}", rank())),
+        shuffling=torch.Generator().manual_seed(seed_for(f"shuffling {purpose}", 0)),
+    )
+
+
+def seed_for(purpose: str, seed: int) -> int:
+    """Derive the seed of one purpose from a number."""
+    return zlib.crc32(f"{purpose} {seed}".encode())
+
+
+def export(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model, whole, as transformers' folder; every rank takes part, the first one writes."""
+    state = full_state_dict(model)
+    if rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+def _generator_states(generators: Generators) -> dict[str, object]:
+    return {
+        "data": generators.data.getstate(),
+        "sampling": generators.sampling.get_state().tolist(),
+        "shuffling": generators.shuffling.get_state().tolist(),
+    }
+
+
+def _load_generator_states(generators: Generators, states: dict[str, object]) -> None:
+    version, internal, gauss = states["data"]
+    generators.data.setstate((version, tuple(internal), gauss))
+    generators.sampling.set_state(torch.tensor(states["sampling"], dtype=torch.uint8))
+    generators.shuffling.set_state(torch.tensor(states["shuffling"], dtype=torch.uint8))
