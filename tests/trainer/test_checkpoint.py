@@ -1,0 +1,339 @@
+"""What a checkpoint brings back, on any number of ranks, and what a run that dies while writing one leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from vapo import sharding
+from vapo.checkpoint import (
+    generator_states,
+    latest_checkpoint,
+    load_checkpoint,
+    read_state,
+    restore_generators,
+    save_checkpoint,
+)
+
+STATE = {"phase": "vapo", "step": 12, "lr": 1e-6, "rows": [3, 1]}
+
+
+class Model(nn.Module):
+    """Tied weights, a buffer, a parameter that never gets a gradient; 5 rows do not split evenly over ranks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Linear(1, 3)
+        self.register_buffer("count", torch.tensor(seed))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def step(model: nn.Module, optimizer: AdamW) -> None:
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def learners(seed: int, *, steps: int = 0, lr: float = 0.01) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A policy whose optimiser has taken ``steps`` steps, a critic whose optimiser none."""
+    models = {"policy": Model(seed), "critic": Model(seed + 1)}
+    for model in models.values():
+        sharding.shard(model, torch.float32)
+    optimizers = {name: AdamW(model.parameters(), lr=lr) for name, model in models.items()}
+    for _ in range(steps):
+        step(models["policy"], optimizers["policy"])
+    return models, optimizers
+
+
+def save(
+    run: Path, models: dict, optimizers: dict, *, name: str = "vapo-12", state: dict = STATE, keep: int = 2
+) -> None:
+    save_checkpoint(run, name, models=models, optimizers=optimizers, state=state, keep=keep)
+
+
+def contents(models: dict, optimizers: dict) -> dict[str, Any]:
+    """All numbers of models and optimisers, whole."""
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        found |= {f"{name}.{key}": tensor for key, tensor in model.state_dict().items()}
+        for key, parameter in model.named_parameters():
+            found |= {f"{name}.{key}.{field}": x for field, x in optimizers[name].state.get(parameter, {}).items()}
+        found[f"{name}.groups"] = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizers[name].param_groups
+        ]
+    return {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in found.items()}
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, x in expected.items():
+        if isinstance(x, Tensor):
+            assert actual[key].dtype == x.dtype and torch.equal(actual[key], x), key
+        else:
+            assert actual[key] == x, key
+
+
+def names(run: Path) -> list[str]:
+    return sorted(each.name for each in (run / "checkpoints").iterdir())
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    models, optimizers = learners(0, steps=3)
+    before = contents(models, optimizers)
+    save(tmp_path, models, optimizers)
+    assert_equal(contents(models, optimizers), before)
+
+    restored, restored_optimizers = learners(5, steps=1, lr=0.5)
+    step(restored["critic"], restored_optimizers["critic"])
+    found = latest_checkpoint(tmp_path)
+    load_checkpoint(found, models=restored, optimizers=restored_optimizers)
+    assert found == tmp_path / "checkpoints" / "vapo-12" and read_state(found) == STATE
+    assert_equal(contents(restored, restored_optimizers), before)
+    assert "policy.embedding.weight.exp_avg" in before and "policy.unused.weight.exp_avg" not in before
+    assert not restored_optimizers["critic"].state, "an optimiser that had not stepped has a state"
+    for name in models:
+        step(models[name], optimizers[name])
+        step(restored[name], restored_optimizers[name])
+    assert_equal(contents(restored, restored_optimizers), contents(models, optimizers))
+
+
+def test_a_model_may_be_read_alone(tmp_path: Path) -> None:
+    models, _ = learners(0, steps=1)
+    save(tmp_path, models, {})
+    fresh = {"critic": Model(8)}
+    load_checkpoint(latest_checkpoint(tmp_path), models=fresh, optimizers={})
+    assert_equal(fresh["critic"].state_dict(), models["critic"].state_dict())
+
+
+def save_on_rank(run: str) -> dict[str, Any]:
+    models, optimizers = learners(0, steps=2)
+    # Rank 0's state is the run's.
+    save(Path(run), models, optimizers, state=STATE | {"rank": sharding.rank()})
+    return contents(models, optimizers)
+
+
+def load_on_rank(run: str) -> dict[str, Any]:
+    models, optimizers = learners(7, steps=1)
+    found = latest_checkpoint(Path(run))
+    load_checkpoint(found, models=models, optimizers=optimizers)
+    assert read_state(found) == STATE | {"rank": 0}
+    return contents(models, optimizers)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3)])
+def test_another_number_of_ranks_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
+    """One stands for a process without a group."""
+
+    def on_ranks(count: int, function: Any) -> list[dict[str, Any]]:
+        return [function(str(tmp_path))] if count == 1 else run_on_ranks(count, function, str(tmp_path))
+
+    written = on_ranks(writers, save_on_rank)
+    for each in (*written[1:], *on_ranks(readers, load_on_rank)):
+        assert_equal(each, written[0])
+    assert names(tmp_path) == ["vapo-12"]
+
+
+def test_the_last_ones_stay(tmp_path: Path) -> None:
+    models, optimizers = learners(0)
+    for number, name in enumerate(["warm_start-9", "value_pretraining-3", "vapo-2", "vapo-10"]):
+        save(tmp_path, models, optimizers, name=name, state={"number": number}, keep=2)
+        assert read_state(latest_checkpoint(tmp_path)) == {"number": number}
+    assert names(tmp_path) == ["vapo-10", "vapo-2"]
+    save(tmp_path, models, optimizers, name="vapo-2", state={"number": 9}, keep=2)
+    assert latest_checkpoint(tmp_path).name == "vapo-2" and names(tmp_path) == ["vapo-10", "vapo-2"]
+    save(tmp_path, models, optimizers, name="vapo-2", state={"number": 10}, keep=1)
+    assert names(tmp_path) == ["vapo-2"] and read_state(latest_checkpoint(tmp_path)) == {"number": 10}
+
+
+def test_an_incomplete_folder_is_never_used_and_goes_at_the_next_save(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    models, optimizers = learners(0)
+    save(tmp_path, models, optimizers, name="vapo-1")
+    folder = tmp_path / "checkpoints"
+    (folder / "vapo-2").mkdir()
+    (folder / "vapo-3").mkdir()
+    (folder / "vapo-3" / "state.json").write_text('{"number": 99, "sta')
+    (folder / "vapo-4.unfinished").mkdir()
+    (folder / "vapo-4.unfinished" / "state.json").write_text('{"number": 99, "state": {}, "groups": {}}')
+    assert latest_checkpoint(tmp_path).name == "vapo-1"
+    save(tmp_path, models, optimizers, name="vapo-4")
+    assert names(tmp_path) == ["vapo-1", "vapo-4"]
+
+
+KILLED = """
+import os, sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import test_checkpoint as t
+from pathlib import Path
+models, optimizers = t.learners(0, steps=1)
+t.save(Path({run!r}), models, optimizers, name="vapo-1")
+fsync, calls = os.fsync, []
+def slow(descriptor):
+    calls.append(descriptor)
+    if len(calls) == {call}:
+        print("writing", flush=True)
+        time.sleep(60)
+    fsync(descriptor)
+os.fsync = slow
+t.step(models["policy"], optimizers["policy"])
+t.save(Path({run!r}), models, optimizers, name="vapo-2")
+"""
+
+
+# The first flush is that of the tensors, the third that of state.json, the fourth the last before the name is given.
+@pytest.mark.parametrize("call", [1, 3, 4])
+def test_killed_while_writing_the_previous_one_is_used(tmp_path: Path, call: int) -> None:
+    here = Path(__file__).parent
+    code = KILLED.format(tests=str(here), root=str(here.parent), run=str(tmp_path), call=call)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=here.parents[1])
+    assert process.stdout.readline() == b"writing\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert names(tmp_path) == ["vapo-1", "vapo-2.unfinished"]
+
+    models, optimizers = learners(3)
+    found = latest_checkpoint(tmp_path)
+    load_checkpoint(found, models=models, optimizers=optimizers)
+    assert found.name == "vapo-1"
+    assert_equal(contents(models, optimizers), contents(*learners(0, steps=1)))
+    save(tmp_path, models, optimizers, name="vapo-2")
+    assert names(tmp_path) == ["vapo-1", "vapo-2"]
+
+
+@pytest.fixture
+def small_files():
+    """Files end at 4 KiB, as on a disk that fills up in the middle of one."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    models, optimizers = learners(0, steps=1)
+    save(tmp_path, models, optimizers, name="vapo-1")
+    before = contents(models, optimizers)
+    request.getfixturevalue("small_files")
+    with pytest.raises(OSError, match=r"vapo-2 could not be written: \S+"):
+        save(tmp_path, models, optimizers, name="vapo-2")
+    assert names(tmp_path) == ["vapo-1"]
+    restored = learners(4)
+    load_checkpoint(latest_checkpoint(tmp_path), models=restored[0], optimizers=restored[1])
+    assert_equal(contents(*restored), before)
+
+
+def fail_to_write(run: str, failing_rank: int, place: str) -> tuple[str, str]:
+    models, optimizers = learners(0)
+    save(Path(run), models, optimizers, name="vapo-1")
+    original = os.fsync
+
+    def full(descriptor: int) -> None:
+        if place in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    if sharding.rank() == failing_rank:
+        os.fsync = full
+    try:
+        save(Path(run), models, optimizers, name="vapo-2")
+    except OSError as error:
+        return str(error), latest_checkpoint(Path(run)).name
+    finally:
+        os.fsync = original
+    return "", ""
+
+
+@pytest.mark.parametrize(("rank", "place"), [(1, "distcp"), (0, "metadata"), (0, "state.json")])
+def test_a_rank_that_cannot_write_stops_all(tmp_path: Path, rank: int, place: str) -> None:
+    for message, latest in run_on_ranks(2, fail_to_write, str(tmp_path), rank, place):
+        assert "vapo-2 could not be written" in message and "No space left on device" in message
+        assert latest == "vapo-1"
+    assert names(tmp_path) == ["vapo-1"]
+
+
+def test_ctrl_c_while_writing_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    models, optimizers = learners(0)
+    monkeypatch.setattr("os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, models, optimizers)
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_generators_go_on_where_they_were() -> None:
+    generators = {"data": random.Random(3), "sampling": torch.Generator().manual_seed(4)}
+    generators["data"].gauss(0, 1)
+    torch.rand(3, generator=generators["sampling"])
+    states = json.loads(json.dumps(generator_states(generators)))
+
+    def draw() -> tuple[list[float], list[float]]:
+        rng = generators["data"]
+        return [rng.gauss(0, 1), rng.random()], torch.rand(2, generator=generators["sampling"]).tolist()
+
+    expected = draw()
+    restore_generators(generators, states)
+    assert draw() == expected
+    with pytest.raises(ValueError, match="states must hold 'data'"):
+        restore_generators(generators, {})
+
+
+def test_rejects_bad_input(tmp_path: Path) -> None:
+    models, optimizers = learners(0, steps=1)
+    for settings, message in (
+        ({"keep": 0}, "keep must be >= 1; got 0"),
+        ({"name": "../x"}, "step_name must be the name of a folder; got '../x'"),
+        ({"name": ""}, "step_name must be"),
+        ({"state": {"rng": object()}}, "state must fit JSON"),
+        ({"state": {"loss": float("nan")}}, "state must fit JSON"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path, models, optimizers, **settings)
+    with pytest.raises(ValueError, match="optimizers must have the names of models"):
+        save(tmp_path, {}, optimizers)
+    assert not (tmp_path / "checkpoints").exists()
+
+    save(tmp_path, models, {"policy": optimizers["policy"]})
+    found = latest_checkpoint(tmp_path)
+    wide = Model(0)
+    wide.layers[0] = nn.Linear(4, 6)
+    two_groups = AdamW([{"params": [each]} for each in models["policy"].parameters()])
+    for loaded, loaded_optimizers, what in (
+        ({"policy": wide}, {}, "models.policy.layers.0.bias"),
+        ({"actor": Model(0)}, {}, "models.actor"),
+        ({"policy": nn.Linear(2, 2)}, {}, "models.policy.bias"),
+        (models, {"critic": optimizers["critic"]}, "critic"),
+        (models, {"policy": two_groups}, "policy"),
+    ):
+        with pytest.raises(ValueError, match=rf"must fit these models and optimizers; {what}"):
+            load_checkpoint(found, models=loaded, optimizers=loaded_optimizers)
+    for call in (read_state, lambda folder: load_checkpoint(folder, models=models, optimizers={})):
+        with pytest.raises(ValueError, match=r"checkpoint must be a folder with a whole state\.json"):
+            call(tmp_path)
