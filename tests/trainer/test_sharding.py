@@ -1,0 +1,343 @@
+"""Many ranks do what one does: real processes, gloo, the same sums of gradients and the same weights."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from vapo import sharding
+from vapo.models import critic_from_policy
+from vapo_kernels import linear_policy_loss, value_loss
+
+VOCAB, ROWS, WIDTH = 23, 6, 9
+NUM_TOKENS = ROWS * (WIDTH - 1)
+
+
+def tiny(*, tied: bool = True) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
+
+
+def build(kind: str) -> PreTrainedModel:
+    model = tiny(tied=kind != "untied")
+    if kind == "critic":
+        model = critic_from_policy(model)
+        nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def token_rows() -> Tensor:
+    return torch.randint(VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
+
+
+def policy_body(model: PreTrainedModel, ids: Tensor, weight_of_rows: float = 1.0) -> Tensor:
+    """[], the policy loss of rows of tokens over the tokens of all rows."""
+    hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    weight = model.get_output_embeddings().weight
+    assert type(weight) is nn.Parameter and weight.shape == (VOCAB, 32)
+    mask = torch.full((len(hidden),), weight_of_rows > 0)
+    advantages = ids[:, 1:].flatten().float() - VOCAB / 2
+    old_logprobs = torch.full((len(hidden),), -3.0)
+    return linear_policy_loss(
+        hidden, weight, ids[:, 1:].flatten(), old_logprobs, advantages, mask, num_tokens=NUM_TOKENS
+    ).loss
+
+
+def logits_body(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1).float()
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / NUM_TOKENS
+
+
+def critic_body(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    values = model.score(hidden).squeeze(-1).float()
+    returns = ids[:, 1:].flatten() / VOCAB
+    return value_loss(values, returns, torch.ones_like(values), num_tokens=NUM_TOKENS).loss
+
+
+BODIES = {"tied": policy_body, "untied": policy_body, "critic": critic_body, "logits": logits_body}
+
+
+def accumulate(model: PreTrainedModel, kind: str) -> None:
+    """Add the gradient of this rank's rows, a row at a time; a rank without rows joins in with masked ones."""
+    rank, world_size = sharding.rank(), sharding.world_size()
+    mine = token_rows()[rank::world_size]
+    for number in range(sharding.max_over_ranks(len(mine))):
+        if number < len(mine):
+            loss = sharding.inside(model, BODIES[kind], mine[number : number + 1])
+        else:
+            loss = sharding.inside(model, policy_body, token_rows()[:1], 0.0)
+        loss.backward()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(kind: str, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> dict[str, Any]:
+    """Two optimiser steps; the gradients of the first, the norms and the weights after the second."""
+    model = build(kind)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
+    sharding.shard(model, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    gradients, norms = {}, []
+    for _ in range(2):
+        accumulate(model, kind)
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        gradients = gradients or {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+        norms.append(sharding.clip_grad_norm(model, 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"gradients": gradients, "norms": norms, "weights": sharding.full_state_dict(model)}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(
+            actual[name], each, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text
+        )
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_step_as_one_process_does(num_ranks: int, kind: str) -> None:
+    expected = train(kind)
+    first, *others = run_on_ranks(num_ranks, train, kind)
+    for each in (first, *others):
+        assert_close(each["gradients"], expected["gradients"], 1e-5)
+        assert each["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert min(each["norms"]) > 0.1, "nothing was clipped"
+    assert_close(first["weights"], expected["weights"], 1e-5)
+    assert not any(each["weights"] for each in others), "exports are rank 0's"
+
+
+def test_layers_may_be_checkpointed() -> None:
+    expected = train("tied")
+    for each in run_on_ranks(2, train, "tied", torch.float32, True):
+        assert_close(each["gradients"], expected["gradients"], 1e-5)
+
+
+def more_ranks_than_rows() -> dict[str, Tensor]:
+    model = build("tied")
+    sharding.shard(model, torch.float32)
+    rows = token_rows()[:1] if sharding.rank() == 1 else token_rows()[:0]
+    for number in range(sharding.max_over_ranks(len(rows))):
+        is_mine = number < len(rows)
+        sharding.inside(model, policy_body, token_rows()[:1], float(is_mine)).backward()
+    return {name: whole(each.grad) for name, each in model.named_parameters()}
+
+
+def test_a_rank_without_rows_adds_nothing() -> None:
+    model = build("tied")
+    policy_body(model, token_rows()[:1]).backward()
+    expected = {name: each.grad for name, each in model.named_parameters()}
+    for each in run_on_ranks(3, more_ranks_than_rows):
+        assert_close(each, expected, 1e-5)
+
+
+def seen_in_bfloat16() -> dict[str, Any]:
+    model = build("tied")
+    sharding.shard(model, torch.bfloat16)
+    seen = {}
+
+    def body(model: PreTrainedModel, ids: Tensor, numbers: Tensor) -> Tensor:
+        positions = torch.arange(300, 300 + ids.shape[1])[None]
+        hooks = [
+            model.base_model.layers[0].register_forward_pre_hook(
+                lambda module, args, kwargs: seen.update(layer=args[0].dtype, positions=kwargs["position_ids"]),
+                with_kwargs=True,
+            )
+        ]
+        out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        hooks[0].remove()
+        seen.update(hidden=out.dtype, head=model.get_output_embeddings().weight.dtype, numbers=numbers.dtype)
+        seen.update(frequencies=model.base_model.rotary_emb.inv_freq.dtype)
+        return (out.float() * numbers).sum()
+
+    # 257 has no exact bfloat16; every rank adds the same, so that averaging would show.
+    numbers = torch.full((32,), 257.0)
+    sharding.inside(model, body, token_rows()[:1], numbers).backward()
+    seen["norm"] = whole(model.base_model.norm.weight.grad)
+    seen["stored"] = {each.dtype for each in model.parameters()} | {each.grad.dtype for each in model.parameters()}
+    return seen
+
+
+def test_layers_compute_in_bfloat16_and_gradients_add_up_in_float32() -> None:
+    one, two = run_on_ranks(1, seen_in_bfloat16)[0], run_on_ranks(2, seen_in_bfloat16)[0]
+    for seen in (one, two):
+        assert seen["layer"] == seen["hidden"] == seen["head"] == torch.bfloat16
+        assert seen["numbers"] == seen["frequencies"] == torch.float32
+        assert seen["positions"].tolist() == [list(range(300, 300 + WIDTH))]
+        assert seen["stored"] == {torch.float32}
+    assert torch.equal(two["norm"], 2 * one["norm"])
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, num_steps: int) -> list[Tensor]:
+    """Likeliest tokens with a cache, ``num_steps`` of them; each step is a call of its own."""
+
+    def step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
+        hidden = model.base_model(input_ids=ids, use_cache=True, past_key_values=cache).last_hidden_state
+        return model.get_output_embeddings()(hidden[:, -1])
+
+    cache, ids, logits = DynamicCache(config=model.config), token_rows()[:2], []
+    for _ in range(num_steps):
+        logits.append(sharding.inside(model, step, ids, cache))
+        ids = logits[-1].argmax(-1)[:, None]
+    return logits
+
+
+class Collectives(TorchDispatchMode):
+    """Count what a rank says to the others."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in function.namespace
+        return function(*args, **(kwargs or {}))
+
+
+def sample_unevenly() -> dict[str, Any]:
+    model = build("untied")
+    sharding.shard(model, torch.float32)
+    with Collectives() as outside, torch.no_grad():
+        sharding.inside(model, policy_body, token_rows())
+    with sharding.gathered(model), Collectives() as within:
+        logits = decode(model, 2 + 3 * sharding.rank())
+        with torch.no_grad():
+            logits.append(model(input_ids=token_rows()[:1]).logits)
+    assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters()), "not resharded"
+    accumulate(model, "untied")
+    return {
+        "logits": logits,
+        "collectives": (outside.count, within.count),
+        "gradients": {name: whole(each.grad) for name, each in model.named_parameters()},
+    }
+
+
+def test_gathered_ranks_sample_different_numbers_of_tokens_without_a_word() -> None:
+    expected = decode(build("untied"), 5)
+    gradients = train("untied")["gradients"]
+    for rank, each in enumerate(run_on_ranks(2, sample_unevenly)):
+        # One for each of the two layers and the root, without `gathered`.
+        assert each["collectives"] == (3, 0)
+        assert len(each["logits"]) == 3 + 3 * rank
+        for mine, single in zip(each["logits"][:-1], expected, strict=False):
+            torch.testing.assert_close(mine, single)
+        assert_close(each["gradients"], gradients, 1e-5)
+
+
+def forward_step_forward() -> list[Tensor]:
+    model = build("tied")
+    sharding.shard(model, torch.float32)
+    accumulate(model, "tied")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for number in range(2):
+        with torch.no_grad(), sharding.gathered(model) if number else nullcontext():
+            losses.append(sharding.inside(model, policy_body, token_rows()))
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(sharding.inside(model, policy_body, token_rows()))
+    return losses
+
+
+def test_a_forward_without_gradient_sees_the_stepped_weights() -> None:
+    expected = forward_step_forward()
+    assert len({loss.item() for loss in expected}) == 3
+    for losses in run_on_ranks(2, forward_step_forward):
+        torch.testing.assert_close(losses, expected)
+
+
+def reduce_over_ranks() -> dict[str, Any]:
+    rank = sharding.rank()
+    return {
+        "sum": sharding.sum_over_ranks(torch.tensor([0.1, rank], dtype=torch.float64)),
+        "ints": sharding.sum_over_ranks(torch.tensor(2**40 + rank)),
+        "max": sharding.max_over_ranks(-rank),
+        "rows": sharding.gather_over_ranks(torch.full((rank, 2), rank + 0.1, dtype=torch.float64)),
+        "flags": sharding.gather_over_ranks(torch.tensor([True, False])[:rank]),
+        "nothing": sharding.gather_over_ranks(torch.zeros(0, 3)),
+        "columns": sharding.gather_over_ranks(torch.arange(6).view(2, 3).t() + 10 * rank),
+        "first": sharding.on_first_rank(lambda: ("from", rank)),
+        "place": (rank, sharding.world_size()),
+    }
+
+
+def test_sums_maxima_and_rows_of_all_ranks() -> None:
+    for rank, each in enumerate(run_on_ranks(3, reduce_over_ranks)):
+        torch.testing.assert_close(each["sum"], torch.tensor([0.3, 3.0], dtype=torch.float64), rtol=1e-15, atol=0)
+        assert each["ints"].item() == 3 * 2**40 + 3 and each["max"] == 0
+        rows = [[1.1, 1.1], [2.1, 2.1], [2.1, 2.1]]
+        assert torch.equal(each["rows"], torch.tensor(rows, dtype=torch.float64))
+        assert each["flags"].tolist() == [True, True, False]
+        assert each["nothing"].shape == (0, 3)
+        column = torch.arange(6).view(2, 3).t()
+        assert torch.equal(each["columns"], torch.cat([column, column + 10, column + 20]))
+        assert each["first"] == ("from", 0) and each["place"] == (rank, 3)
+
+
+def fail_on_first_rank() -> str:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        sharding.on_first_rank(fail)
+    except OSError as error:
+        return error.strerror
+    return ""
+
+
+def test_an_error_on_the_first_rank_is_everybodys() -> None:
+    assert run_on_ranks(2, fail_on_first_rank) == ["No space left on device"] * 2
+
+
+def test_one_process_is_the_plain_thing() -> None:
+    model = build("tied")
+    before = dict(model.named_parameters())
+    sharding.start_process_group(torch.device("cpu"))
+    sharding.shard(model, torch.bfloat16)
+    assert dict(model.named_parameters()) == before and not dist.is_initialized()
+    assert (sharding.rank(), sharding.world_size(), sharding.max_over_ranks(7)) == (0, 1, 7)
+    values = torch.tensor([1.0, 2.0])
+    for each in (sharding.sum_over_ranks(values), sharding.gather_over_ranks(values)):
+        assert torch.equal(each, values) and each.data_ptr() != values.data_ptr()
+    with sharding.gathered(model):
+        assert sharding.inside(model, lambda model, x: (model, x), 3) == (model, 3)
+    assert sharding.on_first_rank(lambda: 5) == 5
+    assert sharding.full_state_dict(model).keys() == model.state_dict().keys()
+    sharding.stop_process_group()
+
+
+def shard_in_half_precision() -> str:
+    try:
+        sharding.shard(build("tied").bfloat16(), torch.bfloat16)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rejects_bad_input() -> None:
+    assert run_on_ranks(1, shard_in_half_precision)[0].startswith("parameters that train must be float32")
