@@ -3,16 +3,68 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from vapo.tasks import Task
+
+TINY = "tiny"
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
+
+
+def load_policy(
+    model: str, task: Task, *, seed: int, attention: str, gradient_checkpointing: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the policy and its tokenizer, which has a pad token.
+
+    All dropout is 0: log-probs of the same weights must not differ from one pass to the next.
+
+    Args:
+        model: "tiny" for :func:`tiny_policy` in the task's own language, else a hub id or a folder.
+        task: Only its ``tokenizer`` is used, and only for "tiny".
+        seed: Seed of the random weights of "tiny".
+        attention: "sdpa", "flash_attention_2" or "eager".
+        gradient_checkpointing: Recompute the layers in the backward pass; the model is then in training mode.
+
+    Returns:
+        A model with float32 parameters on the CPU, and its tokenizer.
+
+    Raises:
+        ValueError: If there is no such model, it lacks weights, its vocabulary is smaller than the tokenizer's, or it
+            does not know the attention or gradient checkpointing.
+    """
+    _check_attention(attention)
+    if model == TINY:
+        tokenizer = getattr(task, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError(f"model must be a hub id or a folder where the task brings no tokenizer; got {model!r}")
+        policy = tiny_policy(tokenizer, seed)
+        policy.set_attn_implementation(attention)
+    else:
+        config = _read(AutoConfig.from_pretrained, model)
+        policy = _load(AutoModelForCausalLM, model, config, attention)
+        tokenizer = with_pad_token(_read(AutoTokenizer.from_pretrained, model))
+    rows = policy.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise ValueError(f"the model must embed all {len(tokenizer)} tokens of its tokenizer; got {rows} embeddings")
+    return _checkpointed(policy, gradient_checkpointing), tokenizer
 
 
 def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -41,6 +93,19 @@ def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         return Qwen3ForCausalLM(config)
 
 
+def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Give a tokenizer without a pad token its end-of-sequence token for one.
+
+    Raises:
+        ValueError: If it has neither.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("the tokenizer must have a pad or an end-of-sequence token; got neither")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
     """Build a critic: a copy of the policy's backbone under a scalar head of zeros, so that V = 0 everywhere.
 
@@ -48,32 +113,214 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
         policy: Any causal language model whose family has a token-classification head in transformers.
 
     Returns:
-        A model with a ``base_model`` of its own and the head ``score``.
-    """
-    config = copy.deepcopy(policy.config)
-    config.num_labels = 1
-    # The random weights of the new model are all replaced; drawing them must not disturb anybody's random numbers.
-    with torch.random.fork_rng(devices=[]):
-        critic = AutoModelForTokenClassification.from_config(config)
-    critic.base_model.load_state_dict(policy.base_model.state_dict())
-    torch.nn.init.zeros_(critic.score.weight)
-    torch.nn.init.zeros_(critic.score.bias)
-    return critic.to(policy.device)
-
-
-def load_critic(folder: Path, device: torch.device) -> PreTrainedModel:
-    """Load a critic that ``save_pretrained`` wrote.
+        A model with a ``base_model`` of its own and the head that :func:`value_head` finds; attention, dtype, device
+        and gradient checkpointing are the policy's.
 
     Raises:
-        ValueError: If the folder holds no critic, or one without its backbone or scalar head; such weights would
-            silently be random.
+        ValueError: If the family has no such head.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"the critic's folder must hold a config.json; got {folder}")
-    critic, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
-    if loading["missing_keys"] or critic.config.num_labels != 1:
-        raise ValueError(
-            f"{folder} must hold a backbone and a head with 1 label; got {critic.config.num_labels} labels,"
-            f" missing {sorted(loading['missing_keys'])}"
+    config = _critic_config(policy.config)
+    # The random weights of the new model are all replaced; drawing them must not disturb anybody's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        critic = AutoModelForTokenClassification.from_config(
+            config, dtype=policy.dtype, attn_implementation=policy.config._attn_implementation
         )
-    return critic.to(device)
+    critic.base_model.load_state_dict(policy.base_model.state_dict())
+    head = value_head(critic)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return _checkpointed(critic, policy.is_activation_checkpointing).to(policy.device)
+
+
+def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Load a critic with float32 parameters on the CPU, all dropout 0.
+
+    Args:
+        source: A value model (token classification, 1 label) or a reward model (sequence classification, 1 label; its
+            head has no bias, so the bias is 0), as a folder or hub id; or the folder of an earlier run, of which
+            ``critic/`` is taken, or else ``pretrained_critic/``.
+        attention: "sdpa", "flash_attention_2" or "eager".
+        gradient_checkpointing: Recompute the layers in the backward pass; the model is then in training mode.
+
+    Raises:
+        ValueError: If there is no such critic, it has another number of labels, or lacks weights of its backbone or
+            head, which would silently be random.
+    """
+    _check_attention(attention)
+    source = _critic_folder(source)
+    config = _read(AutoConfig.from_pretrained, source)
+    kind = (config.architectures or ["no model class"])[0]
+    if not kind.endswith(("ForTokenClassification", "ForSequenceClassification")) or config.num_labels != 1:
+        raise ValueError(
+            "a critic must be a token or sequence classifier with 1 label;"
+            f" got {kind} with {config.num_labels} in {source}"
+        )
+    config = _critic_config(config)
+    with torch.device("meta"):
+        head = _head_name(AutoModelForTokenClassification.from_config(config))
+    # Reward models call their head "score" in every family.
+    renamed = {r"^score\.": f"{head}."} if kind.endswith("ForSequenceClassification") else {}
+    critic = _load(AutoModelForTokenClassification, source, config, attention, renamed, may_lack={f"{head}.bias"})
+    return _checkpointed(critic, gradient_checkpointing)
+
+
+def value_head(critic: PreTrainedModel) -> nn.Linear:
+    """The scalar head of a critic, which some families call ``score`` and some ``classifier``."""
+    return getattr(critic, _head_name(critic))
+
+
+def stop_token_ids(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """Tokens that end a response: the end of sequence by model and tokenizer, and ``extra`` ones.
+
+    Args:
+        policy: Its generation config may name several.
+        tokenizer: Names one, or none.
+        extra: Further strings, each of which must be a token.
+
+    Raises:
+        ValueError: If a string is not exactly one token, or nothing would ever end a response.
+    """
+    named = policy.generation_config.eos_token_id
+    found = {*(named if isinstance(named, Sequence) else [named]), tokenizer.eos_token_id} - {None}
+    for text in extra:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+            raise ValueError(f"a stop string must be one token of the tokenizer; got {text!r}, tokens {ids}")
+        found.add(ids[0])
+    if not found:
+        raise ValueError("a model must have an end-of-sequence or a stop token; got none")
+    return tuple(sorted(found))
+
+
+def plain_head(policy: PreTrainedModel) -> nn.Linear | None:
+    """The output head, if the model's logits are ``hidden @ weight.T + bias`` and nothing more.
+
+    A head may be tied to the embeddings. One with an adapter, or a model that caps or scales its logits or the hidden
+    states before the head, is not plain. The first call tries the model on a probe, so it must come before the model
+    is sharded; later ones remember.
+    """
+    head = policy.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return None
+    if not hasattr(policy, "has_plain_head"):
+        policy.has_plain_head = _logits_are_the_heads(policy, head)
+    return head if policy.has_plain_head else None
+
+
+@torch.no_grad()
+def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
+    """Put numbers in the head's place and see whether they come out, and whether it was given the backbone's states."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def put_numbers(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        seen["head_input"] = inputs[0]
+        # Large ones: a soft cap hardly shows in the small logits of an untrained model.
+        seen["numbers"] = torch.linspace(-100, 100, output.numel(), device=output.device).to(output).view_as(output)
+        return seen["numbers"]
+
+    def keep_states(module: nn.Module, inputs: tuple[torch.Tensor], output: Any) -> None:
+        seen["states"] = getattr(output, "last_hidden_state", None)
+
+    hooks = [head.register_forward_hook(put_numbers), policy.base_model.register_forward_hook(keep_states)]
+    try:
+        # Flash attention takes no float32.
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.device.type == "cuda"):
+            logits = policy(input_ids=torch.ones(1, 2, dtype=torch.long, device=policy.device), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "numbers" not in seen or seen["states"] is None:
+        return False
+    return torch.equal(logits.float(), seen["numbers"].float()) and torch.equal(seen["head_input"], seen["states"])
+
+
+def _critic_folder(source: str | Path) -> str | Path:
+    """The folder in ``source`` that holds a critic; ``source`` itself if it is none of an earlier run."""
+    for name in ("critic", "pretrained_critic"):
+        if not (Path(source) / "config.json").is_file() and (Path(source) / name / "config.json").is_file():
+            return Path(source) / name
+    return source
+
+
+def _critic_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            "a critic's backbone must be of a family with a token-classification head in transformers;"
+            f" got {config.model_type!r}"
+        )
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    config.token_classification_bias = True
+    return config
+
+
+def _head_name(critic: PreTrainedModel) -> str:
+    for name in ("score", "classifier"):
+        if isinstance(getattr(critic, name, None), nn.Linear):
+            return name
+    raise ValueError(f"a critic's head must be one nn.Linear; got none in {type(critic).__name__}")
+
+
+def _load(
+    loader: type,
+    source: str | Path,
+    config: PreTrainedConfig,
+    attention: str,
+    key_mapping: dict[str, str] | None = None,
+    may_lack: set[str] = frozenset(),
+) -> PreTrainedModel:
+    """Load a model in float32 without dropout; weights that it lacks, except ``may_lack``, are an error."""
+    model, loading = _read(
+        loader.from_pretrained,
+        source,
+        config=_without_dropout(config),
+        dtype=torch.float32,
+        attn_implementation=attention,
+        key_mapping=key_mapping or None,
+        output_loading_info=True,
+    )
+    missing = sorted(set(loading["missing_keys"]) - set(may_lack))
+    if missing:
+        raise ValueError(f"a checkpoint must hold all weights of {type(model).__name__}; {source} lacks {missing}")
+    return model
+
+
+def _read(from_pretrained: Callable[..., Any], source: str | Path, **arguments: Any) -> Any:
+    """Call a ``from_pretrained``; what is wrong with its source comes in one sentence."""
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ValueError(f"a model's folder must hold a config.json; got {source}")
+    try:
+        # Weights that a checkpoint lacks are drawn at random; that must not disturb anybody's random numbers.
+        with torch.random.fork_rng(devices=[]):
+            return from_pretrained(source, **arguments)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"a model must be a folder or a hub id that loads; got {str(source)!r}: {reason}") from error
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def _checkpointed(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Switch gradient checkpointing on if it is wanted; it works in training mode alone."""
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ValueError(
+                f"gradient_checkpointing must be False for {type(model).__name__}, which has none; got True"
+            )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def _check_attention(attention: str) -> None:
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; got {attention!r}")
