@@ -115,6 +115,8 @@ class Config:
     """Sample from so many likeliest tokens; 0: all. Biases the ratio as top_p does."""
     stop: tuple[str, ...] = ()
     """Tokens that end a response, besides the model's own."""
+    rollout_batch_size: int = 0
+    """Most responses that a rank samples at once, for the memory of their caches; 0: all."""
     engine: str = "loop"
     """What samples: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
 
@@ -256,7 +258,7 @@ class Config:
 
 _MAY_BE_ZERO = (
     *("seed", "threads", "steps", "warm_start_steps", "warm_start_clean_steps", "logged_samples", "top_k"),
-    *("actor_lr_warmup", "critic_lr_warmup"),
+    *("actor_lr_warmup", "critic_lr_warmup", "rollout_batch_size"),
 )
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vapo.checkpoint import load_checkpoint, read_state, save_checkpoint
+from vapo.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
 from vapo.config import Config
 from vapo.models import critic_from_policy, load_critic, load_policy, plain_head, stop_token_ids
 from vapo.rollout import Sampling
@@ -30,6 +30,11 @@ class Generators:
     data: random.Random
     sampling: torch.Generator
     shuffling: torch.Generator
+
+    @property
+    def by_name(self) -> dict[str, random.Random | torch.Generator]:
+        """The generators by purpose."""
+        return {"data": self.data, "sampling": self.sampling, "shuffling": self.shuffling}
 
 
 @dataclass(slots=True)
@@ -105,7 +110,7 @@ class Learner:
             "step": self.step,
             "before": self.before,
             "task": self.task.state_dict(),
-            "generators": gather_objects(_generator_states(self.generators)),
+            "generators": gather_objects(generator_states(self.generators.by_name)),
         }
         save_checkpoint(
             folder,
@@ -124,7 +129,7 @@ class Learner:
         self.step, self.before = state["step"], state["before"]
         self.task.load_state_dict(state["task"])
         states = state["generators"]
-        _load_generator_states(self.generators, states[rank() % len(states)])
+        restore_generators(self.generators.by_name, states[rank() % len(states)])
         if len(states) != world_size():
             # Another number of ranks: no rank may repeat what another one draws.
             purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
@@ -150,6 +155,7 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
         top_p=config.top_p,
         top_k=config.top_k,
         engine=config.engine,
+        batch_size=config.rollout_batch_size,
     )
     critic = reference = None
     if config.has_critic:
@@ -196,18 +202,3 @@ def export(model: PreTrainedModel, folder: Path) -> None:
     state = full_state_dict(model)
     if rank() == 0:
         model.save_pretrained(folder, state_dict=state)
-
-
-def _generator_states(generators: Generators) -> dict[str, object]:
-    return {
-        "data": generators.data.getstate(),
-        "sampling": generators.sampling.get_state().tolist(),
-        "shuffling": generators.shuffling.get_state().tolist(),
-    }
-
-
-def _load_generator_states(generators: Generators, states: dict[str, object]) -> None:
-    version, internal, gauss = states["data"]
-    generators.data.setstate((version, tuple(internal), gauss))
-    generators.sampling.set_state(torch.tensor(states["sampling"], dtype=torch.uint8))
-    generators.shuffling.set_state(torch.tensor(states["shuffling"], dtype=torch.uint8))

@@ -48,6 +48,7 @@ class Sampling:
         top_p: Keeps the likeliest tokens that together reach this probability.
         top_k: Keeps this many of the likeliest tokens, before ``top_p``; 0 keeps all.
         engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA with continuous batching.
+        batch_size: Most responses drawn at once, at least those to one prompt; 0 draws all.
 
     Raises:
         ValueError: If a number is out of range, there is no stop token or no such engine.
@@ -59,6 +60,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     engine: str = "loop"
+    batch_size: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -71,6 +73,8 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0; got {self.top_k}")
+        if self.batch_size < 0:
+            raise ValueError(f"batch_size must be >= 0; got {self.batch_size}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
 
@@ -199,8 +203,12 @@ def sample(
         draw = generate_continuously
     else:
         draw = generate_padded
+    at_once = max(1, sampling.batch_size // group_size) if sampling.batch_size else len(prompts)
+    responses = []
     with _evaluating(policy):
-        return draw(policy, prompts, group_size, sampling, generator)
+        for first in range(0, len(prompts), at_once):
+            responses += draw(policy, prompts[first : first + at_once], group_size, sampling, generator)
+    return responses
 
 
 def sample_in_loop(
