@@ -53,6 +53,20 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> li
             process.join()
 
 
+def start_alone(function: Callable[..., Any], *args: Any) -> tuple[multiprocessing.Process, Connection]:
+    """Start ``function(*args, connection)`` in a process without a group; returns the process and the other end."""
+    address = (function.__code__.co_filename, function.__name__)
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_alone, args=(there, address, args), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _alone(connection: Connection, address: tuple[str, str], args: tuple) -> None:
+    getattr(_load(address[0]), address[1])(*args, connection)
+
+
 def _collect(results: list[Connection]) -> list[Any]:
     values: dict[int, Any] = {}
     while len(values) < len(results):

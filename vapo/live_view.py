@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -40,22 +41,45 @@ SHOWN = (
 
 
 class Progress:
-    """Steps done over all phases, and the time that the rest takes at the present phase's pace."""
+    """Steps done over all phases, and the time that the rest takes at the present phase's pace.
 
-    def __init__(self, total_steps: int) -> None:
+    Attributes:
+        total_steps: Steps of all phases together.
+        phase: The present phase.
+        step: Steps of it that are done.
+        began: When the run began on the clock of ``time.monotonic``, had it never been interrupted.
+    """
+
+    def __init__(
+        self, total_steps: int, *, phase: str = "", step: int = 0, steps_before: int = 0, elapsed: float = 0.0
+    ) -> None:
+        """Start at the beginning, or where a resumed run goes on.
+
+        Args:
+            total_steps: Steps of all phases together.
+            phase: The phase that is resumed.
+            step: Steps of it that are done.
+            steps_before: Steps of the phases before it.
+            elapsed: Seconds that the run has taken so far.
+        """
         self.total_steps = total_steps
-        self.phase = ""
-        self.step = 0
-        self.began = time.monotonic()
-        self._steps_before = 0
-        self._phase_began = self._last = self.began
+        self.phase, self.step = phase, step
+        self._steps_before = steps_before
+        self._phase_began = self._last = time.monotonic()
+        self._resumed_step = step
+        self.began = self._last - elapsed
 
     def advance(self, phase: str, step: int) -> None:
         """Note that ``step`` steps of ``phase`` are done."""
         if phase != self.phase:
             self._steps_before += self.step
-            self._phase_began = self._last
+            self._phase_began, self._resumed_step = self._last, 0
         self.phase, self.step, self._last = phase, step, time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, without the time between an interruption and its resumption."""
+        return time.monotonic() - self.began
 
     @property
     def steps_done(self) -> int:
@@ -65,11 +89,34 @@ class Progress:
     @property
     def time_left(self) -> str:
         """Time left as text; before the last phase only a bound, since its steps cost more than the earlier ones'."""
-        if self.step == 0:
+        steps_timed = self.step - self._resumed_step
+        if steps_timed <= 0:
             return "?"
-        pace = (self._last - self._phase_began) / self.step
+        pace = (self._last - self._phase_began) / steps_timed
         seconds = pace * max(0, self.total_steps - self.steps_done)
         return clock(seconds) if self.phase == "vapo" else f"≥ {clock(seconds)}"
+
+
+class QuietView:
+    """Shows nothing: the ranks of a run other than the first."""
+
+    def open(self) -> None:
+        """Nothing to prepare."""
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Rank 0 shows the metrics."""
+
+    def sample(self, row: dict[str, Any]) -> None:
+        """Rank 0 shows a sample."""
+
+    def note(self, text: str) -> None:
+        """Rank 0 says it."""
+
+    def summary(self, rows: list[tuple[str, str, str]]) -> None:
+        """Rank 0 shows the table."""
 
 
 class PlainView:
@@ -93,7 +140,7 @@ class PlainView:
             return
         values = [(quantity, _value(quantity, metrics)) for quantity in SHOWN]
         shown = [f"{quantity.short} {value:{quantity.format}}" for quantity, value in values if value is not None]
-        place = f"{clock(time.monotonic() - progress.began):>6}  {PHASES[progress.phase]} {progress.step}"
+        place = f"{clock(progress.elapsed):>6}  {PHASES[progress.phase]} {progress.step}"
         share = f"[{progress.steps_done}/{progress.total_steps}]"
         self._print("  ".join([place, share, *shown, f"time left {progress.time_left}"]))
 
@@ -116,9 +163,12 @@ class PlainView:
 class LiveView:
     """A table that is drawn anew in place: each quantity with its present value and its course."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, earlier: Iterable[dict[str, float]] = ()) -> None:
+        """Take up the metrics of the steps before a resumption."""
         self._progress = progress
         self._history: dict[str, list[float]] = {}
+        for metrics in earlier:
+            self.log(metrics)
         self._sample: dict[str, Any] | None = None
         self._console = Console(markup=False, highlight=False, emoji=False)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
@@ -154,7 +204,7 @@ class LiveView:
         progress = self._progress
         title = f"{PHASES.get(progress.phase, 'starting')}, step {progress.step}"
         share = f"{progress.steps_done}/{progress.total_steps} steps in all"
-        times = f"{clock(time.monotonic() - progress.began)} gone, time left {progress.time_left}"
+        times = f"{clock(progress.elapsed)} gone, time left {progress.time_left}"
         head = Text.assemble((title, "bold"), f"  {share}  {times}")
         parts = [head, self._table()]
         if self._sample is not None:

@@ -1,24 +1,29 @@
 """What a run leaves in its folder: ``config.json``, ``metrics.jsonl``, ``samples.jsonl``, ``curves.png``.
 
 Every metric is explained in ``docs/metrics.md``. Two equal runs write the same ``metrics.jsonl`` apart from the keys
-that begin with ``timing_s/`` or ``perf/``.
+that begin with ``timing_s/`` or ``perf/``, and so does a run that was interrupted and resumed.
 """
+
+from __future__ import annotations
 
 import json
 import math
 import sys
-import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from vapo.live_view import PHASES, LiveView, PlainView, Progress, is_terminal
+from vapo.live_view import PHASES, LiveView, PlainView, Progress, QuietView, is_terminal
 from vapo.report import write_curves
+from vapo.sharding import on_first_rank
+from vapo.trackers import Trackers
 
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SAMPLE_FIELDS = ("prompt", "response", "reward", "is_correct", "advantage_min", "advantage_max")
 
 
 class RunLog:
-    """Record a run in its folder and show it while it goes on.
+    """Record a run in its folder and show it while it goes on; on ranks other than the first, do neither.
 
     A context manager: on leaving it, also by an exception or Ctrl-C, the view is closed, the files are complete up to
     the last line logged and ``curves.png`` is drawn. The view is a live table on a terminal, else a line per step.
@@ -27,41 +32,82 @@ class RunLog:
         progress: Steps and time. Lower ``progress.total_steps`` when a phase ends early, so that the time left holds.
     """
 
-    def __init__(self, folder: Path, *, config: dict, total_steps: int) -> None:
-        """Create the folder and write ``config.json`` there.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: dict,
+        total_steps: int,
+        resume_after: tuple[str, int] | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
+        """Create the folder and write ``config.json`` there; with ``resume_after``, go on in it. Collective.
 
         Args:
             folder: Where the run's files go; made if it does not exist.
             config: The resolved settings, written as JSON (paths as text).
             total_steps: Steps of all phases together, for the time left.
+            resume_after: Phase and step of the last lines to keep of an earlier run; those after it, and one that was
+                cut while it was written, are dropped. None for a new run.
+            trackers: Where metrics go besides; closed on leaving.
 
         Raises:
-            ValueError: If ``total_steps`` is no positive number, ``config`` does not fit JSON, or the folder holds the
-                ``metrics.jsonl`` of an earlier run.
+            ValueError: If ``total_steps`` is no positive number, ``config`` does not fit JSON, ``resume_after`` is no
+                place in a run, or the folder holds the ``metrics.jsonl`` of an earlier run and none is to be resumed,
+                or the other way round.
+            OSError: If a file cannot be written.
         """
         if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
             raise ValueError(f"total_steps: expected a positive int, got {total_steps!r}")
+        if resume_after is not None:
+            _check_place(*resume_after)
         self.folder = Path(folder)
-        if (self.folder / "metrics.jsonl").exists():
-            raise ValueError(f"folder: expected one without an earlier run, got {self.folder}, which has metrics.jsonl")
-        text = _config_json(config)
-        _create_folder(self.folder)
-        (self.folder / "config.json").write_text(text, encoding="utf-8")
-        self._metrics = (self.folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._samples = (self.folder / "samples.jsonl").open("w", encoding="utf-8")
-        self.progress = Progress(total_steps)
-        self._view = LiveView(self.progress) if is_terminal(sys.stdout) else PlainView(self.progress)
+        self._text = _config_json(config)
+        self._trackers = trackers
         self._notes: set[str] = set()
+        self._metrics = self._samples = None
+        self.progress = Progress(total_steps)
+        self._view: QuietView | LiveView | PlainView = QuietView()
+        on_first_rank(lambda: self._open(resume_after))
 
-    def __enter__(self) -> "RunLog":
+    def _open(self, resume_after: tuple[str, int] | None) -> None:
+        kept = self._start() if resume_after is None else self._resume(resume_after)
+        self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
+        self._samples = (self.folder / SAMPLES).open("a", encoding="utf-8")
+        if resume_after is not None:
+            self.progress = _resumed_progress(self.progress.total_steps, resume_after, kept)
+        self._view = LiveView(self.progress, kept) if is_terminal(sys.stdout) else PlainView(self.progress)
+
+    def _start(self) -> list[dict[str, Any]]:
+        if (self.folder / METRICS).exists():
+            raise ValueError(f"folder: expected one without an earlier run, got {self.folder}, which has {METRICS}")
+        _create_folder(self.folder)
+        (self.folder / SAMPLES).unlink(missing_ok=True)
+        (self.folder / "config.json").write_text(self._text, encoding="utf-8")
+        return []
+
+    def _resume(self, place: tuple[str, int]) -> list[dict[str, Any]]:
+        if not (self.folder / METRICS).is_file():
+            raise ValueError(f"folder: expected one with an earlier run, got {self.folder}, which has no {METRICS}")
+        kept = _cut_after(self.folder / METRICS, place)
+        _cut_after(self.folder / SAMPLES, place)
+        return kept
+
+    def __enter__(self) -> RunLog:
         self._view.open()
         return self
 
     def __exit__(self, exc_type: type | None, exc: BaseException | None, traceback: object) -> None:
         self._view.close()
-        self._samples.close()
-        self._metrics.close()
-        if (self.folder / "metrics.jsonl").stat().st_size == 0:
+        if self._trackers is not None:
+            self._trackers.close()
+        if self._metrics is None:
+            return
+        for file in (self._samples, self._metrics):
+            # A disk that was full while a line was written may still be; that ended the run.
+            with suppress(OSError) if exc else nullcontext():
+                file.close()
+        if (self.folder / METRICS).stat().st_size == 0:
             return
         try:
             write_curves(self.folder)
@@ -81,12 +127,15 @@ class RunLog:
 
         Raises:
             ValueError: If the phase is unknown, the step negative, or a metric no number.
+            OSError: If the line cannot be written. What is there of it is dropped when the run is resumed.
         """
         _check_place(phase, step)
         _check_metrics(metrics)
         self.progress.advance(phase, step)
-        elapsed = {"timing_s/elapsed": time.monotonic() - self.progress.began}
+        elapsed = {"timing_s/elapsed": self.progress.elapsed}
         _append(self._metrics, {"phase": phase, "step": step, **elapsed, **metrics})
+        if self._trackers is not None:
+            self._trackers.log(self.progress.steps_done, metrics)
         self._view.log(metrics)
 
     def samples(self, phase: str, step: int, rows: list[dict[str, Any]]) -> None:
@@ -99,6 +148,7 @@ class RunLog:
 
         Raises:
             ValueError: If the phase is unknown, the step negative, or a row lacks a field or does not fit JSON.
+            OSError: As in `log`.
         """
         _check_place(phase, step)
         for row in rows:
@@ -123,6 +173,48 @@ class RunLog:
         """
         self._view.close()
         self._view.summary(rows)
+
+
+def _cut_after(path: Path, place: tuple[str, int]) -> list[dict[str, Any]]:
+    """Shorten a file of lines to those that are whole and not after a place in the run; returns them."""
+    kept: list[dict[str, Any]] = []
+    if not path.exists():
+        return kept
+    size = 0
+    with path.open("r+b") as file:
+        for line in file:
+            record = _record(line)
+            if record is None or _order(record["phase"], record["step"]) > _order(*place):
+                break
+            kept.append(record)
+            size += len(line)
+        file.truncate(size)
+    return kept
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What `_append` wrote, or None for a line that was cut."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"phase", "step"} <= record.keys() else None
+
+
+def _order(phase: str, step: int) -> tuple[int, int]:
+    return list(PHASES).index(phase), step
+
+
+def _resumed_progress(total_steps: int, place: tuple[str, int], kept: list[dict[str, Any]]) -> Progress:
+    phase, step = place
+    steps = {record["phase"]: record["step"] for record in kept}
+    return Progress(
+        total_steps,
+        phase=phase,
+        step=step,
+        steps_before=sum(count for name, count in steps.items() if name != phase),
+        elapsed=kept[-1]["timing_s/elapsed"] if kept else 0.0,
+    )
 
 
 def _config_json(config: dict) -> str:
@@ -160,14 +252,15 @@ def _check_metrics(metrics: dict[str, float]) -> None:
             raise ValueError(f"metrics: expected a float for {name!r}, got {type(value).__name__}")
 
 
-def _append(file: Any, record: dict[str, Any]) -> None:
+def _append(file: TextIO | None, record: dict[str, Any]) -> None:
     record = {name: _finite_or_none(value) for name, value in record.items()}
     try:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rows: expected values that fit JSON: {error}") from None
-    file.write(line + "\n")
-    file.flush()
+    if file is not None:
+        file.write(line + "\n")
+        file.flush()
 
 
 def _finite_or_none(value: Any) -> Any:

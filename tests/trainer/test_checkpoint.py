@@ -8,14 +8,13 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import run_on_ranks, start_alone
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -184,35 +183,31 @@ def test_an_incomplete_folder_is_never_used_and_goes_at_the_next_save(tmp_path: 
     assert names(tmp_path) == ["vapo-1", "vapo-4"]
 
 
-KILLED = """
-import os, sys, time
-sys.path[:0] = [{tests!r}, {root!r}]
-import test_checkpoint as t
-from pathlib import Path
-models, optimizers = t.learners(0, steps=1)
-t.save(Path({run!r}), models, optimizers, name="vapo-1")
-fsync, calls = os.fsync, []
-def slow(descriptor):
-    calls.append(descriptor)
-    if len(calls) == {call}:
-        print("writing", flush=True)
-        time.sleep(60)
-    fsync(descriptor)
-os.fsync = slow
-t.step(models["policy"], optimizers["policy"])
-t.save(Path({run!r}), models, optimizers, name="vapo-2")
-"""
+def stop_while_writing(run: str, call: int, connection: Connection) -> None:
+    """Save a checkpoint, train on, and stop at the ``call``-th flush to disk of the next one."""
+    models, optimizers = learners(0, steps=1)
+    save(Path(run), models, optimizers, name="vapo-1")
+    step(models["policy"], optimizers["policy"])
+    original, calls = os.fsync, []
+
+    def stop_at_call(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == call:
+            connection.send("writing")
+            connection.recv()
+        original(descriptor)
+
+    os.fsync = stop_at_call
+    save(Path(run), models, optimizers, name="vapo-2")
 
 
 # The first flush is that of the tensors, the third that of state.json, the fourth the last before the name is given.
 @pytest.mark.parametrize("call", [1, 3, 4])
 def test_killed_while_writing_the_previous_one_is_used(tmp_path: Path, call: int) -> None:
-    here = Path(__file__).parent
-    code = KILLED.format(tests=str(here), root=str(here.parent), run=str(tmp_path), call=call)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=here.parents[1])
-    assert process.stdout.readline() == b"writing\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process, connection = start_alone(stop_while_writing, str(tmp_path), call)
+    assert connection.recv() == "writing"
+    process.kill()
+    process.join()
     assert names(tmp_path) == ["vapo-1", "vapo-2.unfinished"]
 
     models, optimizers = learners(3)

@@ -1,13 +1,18 @@
 """What a run leaves in its folder, and what it prints meanwhile."""
 
+import contextlib
 import io
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import run_on_ranks
 
+from vapo import sharding
 from vapo.live_view import Progress, clock, sparkline
 from vapo.metrics import RunLog
 
@@ -212,6 +217,158 @@ def test_time_left_follows_the_pace_of_the_phase(monkeypatch: pytest.MonkeyPatch
     assert progress.time_left == "0:00"
 
 
+def test_a_resumed_run_shows_its_place_and_times_only_new_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(total_steps=30, phase="vapo", step=4, steps_before=20, elapsed=50.0)
+    assert (progress.steps_done, progress.time_left, progress.elapsed) == (24, "?", 50.0)
+    now[0] = 1007.0
+    progress.advance("vapo", 5)
+    assert (progress.steps_done, progress.time_left, progress.elapsed) == (25, "0:35", 57.0)
+    earlier = Progress(total_steps=30, phase="value_pretraining", step=3, steps_before=10)
+    now[0] = 1009.0
+    earlier.advance("value_pretraining", 5)
+    now[0] = 1011.0
+    earlier.advance("vapo", 1)
+    assert (earlier.steps_done, earlier.time_left) == (16, "0:28")
+
+
+STEPS = [("warm_start", 1), ("warm_start", 2), ("value_pretraining", 1), ("vapo", 0), ("vapo", 1), ("vapo", 2)]
+
+
+def record(log: RunLog, steps: list[tuple[str, int]]) -> None:
+    for phase, step in steps:
+        log.log(phase, step, {"actor/loss": step / 3, "timing_s/gen": np.random.rand(), "perf/throughput": 1.0})
+        log.samples(phase, step, [SAMPLE | {"response": f"λ {phase} {step} {number}"} for number in range(2)])
+
+
+def without_times(path: Path) -> list[dict]:
+    return [{k: v for k, v in each.items() if not k.startswith(("timing_s/", "perf/"))} for each in lines(path)]
+
+
+@pytest.mark.parametrize(("kept", "logged"), [(1, 1), (1, 6), (2, 3), (3, 3), (3, 5), (4, 6), (5, 5), (6, 6)])
+def test_an_interrupted_and_resumed_run_leaves_the_same_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, logged: int
+) -> None:
+    """The checkpoint is of the step ``kept``; the run went on to ``logged`` and died in the middle of a line."""
+    monkeypatch.setattr("vapo.metrics.write_curves", lambda folder: None)
+    with run_log(tmp_path / "whole") as log:
+        record(log, STEPS)
+    broken = tmp_path / "broken"
+    with run_log(broken) as log:
+        record(log, STEPS[:logged])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (broken / name).open("ab") as file:
+            file.write('{"phase": "vapo", "step": 1, "prompt": "λ'.encode()[:-1])
+    config = (broken / "config.json").read_bytes()
+
+    place = STEPS[kept - 1]
+    with RunLog(broken, config={"seed": 4}, total_steps=9, resume_after=place) as log:
+        assert (log.progress.phase, log.progress.step) == place
+        record(log, STEPS[kept:])
+        assert log.progress.steps_done == 5
+    assert (broken / "config.json").read_bytes() == config
+    assert without_times(broken / "metrics.jsonl") == without_times(tmp_path / "whole" / "metrics.jsonl")
+    assert lines(broken / "samples.jsonl") == lines(tmp_path / "whole" / "samples.jsonl")
+
+
+def test_a_phase_may_be_resumed_before_its_first_step(tmp_path: Path) -> None:
+    with run_log(tmp_path) as log:
+        record(log, STEPS[:2])
+    with run_log(tmp_path, resume_after=("value_pretraining", 0)) as log:
+        assert (log.progress.phase, log.progress.steps_done) == ("value_pretraining", 2)
+        record(log, STEPS[2:])
+    assert [(each["phase"], each["step"]) for each in lines(tmp_path / "metrics.jsonl")] == STEPS
+
+
+def test_the_time_goes_on_from_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with run_log(tmp_path) as log:
+        for step in (1, 2):
+            now[0] += 10.0
+            log.log("vapo", step, {})
+    now[0] = 5000.0
+    with run_log(tmp_path, resume_after=("vapo", 1)) as log:
+        now[0] += 3.0
+        log.log("vapo", 2, {})
+    assert [each["timing_s/elapsed"] for each in lines(tmp_path / "metrics.jsonl")] == [10.0, 13.0]
+
+
+def test_a_terminal_shows_the_steps_before_the_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_log(tmp_path) as log:
+        log.log("vapo", 1, STEP | {"actor/entropy": math.nan, "critic/rewards/mean": 0.123})
+    terminal = use_terminal(monkeypatch)
+    with run_log(tmp_path, resume_after=("vapo", 1)) as log:
+        log.log("vapo", 2, STEP)
+    assert "0.123" in terminal.getvalue() and "2/4 steps" in terminal.getvalue()
+
+
+def test_a_full_disk_ends_the_run_and_leaves_it_resumable(tmp_path: Path) -> None:
+    with run_log(tmp_path) as log:
+        log.log("vapo", 1, STEP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    try:
+        with pytest.raises(OSError, match="File too large"), run_log(tmp_path, resume_after=("vapo", 1)) as log:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limits[1]))
+            log.log("vapo", 2, STEP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size + 50, "no part of the line was written"
+    with run_log(tmp_path, resume_after=("vapo", 1)) as log:
+        log.log("vapo", 2, STEP)
+    assert [each["step"] for each in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+class Recorder:
+    """A stand-in for open trackers."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.calls.append((step, metrics))
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def test_trackers_get_every_step_on_one_axis_and_are_closed(tmp_path: Path) -> None:
+    trackers = Recorder()
+    with pytest.raises(KeyboardInterrupt), run_log(tmp_path, trackers=trackers) as log:
+        log.log("warm_start", 1, {"warm_start/loss": 2.5})
+        log.log("vapo", 0, {})
+        log.log("vapo", 1, STEP)
+        raise KeyboardInterrupt
+    assert trackers.calls == [(1, {"warm_start/loss": 2.5}), (1, {}), (2, STEP), "closed"]
+
+
+def log_on_rank(folder: str) -> tuple[str, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), run_log(Path(folder)) as log:
+        log.log("vapo", 1, STEP | {"actor/loss": float(sharding.rank())})
+        log.samples("vapo", 1, [SAMPLE])
+        log.note("look")
+        log.summary([("accuracy", "0.250", "0.875")])
+    try:
+        run_log(Path(folder))
+    except ValueError as error:
+        return printed.getvalue(), str(error)
+    return printed.getvalue(), ""
+
+
+def test_only_the_first_rank_writes_and_shows(tmp_path: Path) -> None:
+    (first, refused), (second, refused_too) = run_on_ranks(2, log_on_rank, str(tmp_path))
+    assert "VAPO 1" in first and "look" in first and second == ""
+    assert refused == refused_too and "without an earlier run" in refused
+    (record,) = lines(tmp_path / "metrics.jsonl")
+    assert record["actor/loss"] == 0.0
+    assert len(lines(tmp_path / "samples.jsonl")) == 1
+
+
 def test_clock_and_sparkline() -> None:
     assert [clock(seconds) for seconds in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
     assert len(sparkline([float(i) for i in range(100)], width=32)) == 32
@@ -241,6 +398,10 @@ def test_rejects_bad_input(tmp_path: Path) -> None:
         log.log("vapo", 1, STEP)
     with pytest.raises(ValueError, match="folder: expected one without an earlier run"):
         run_log(tmp_path / "good")
+    with pytest.raises(ValueError, match=r"folder: expected one with an earlier run, got .*/new, which has no"):
+        run_log(tmp_path / "new", resume_after=("vapo", 1))
+    with pytest.raises(ValueError, match="phase: expected one of"):
+        run_log(tmp_path / "good", resume_after=("rl", 1))
     with pytest.raises(ValueError, match="folder: expected a folder that can be made"):
         run_log(tmp_path / "good" / "config.json" / "under")
     with pytest.raises(ValueError, match="total_steps: expected a positive int, got 0"):
