@@ -193,7 +193,8 @@ class Config:
             ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "None or > 1"),
             (
                 "warm_start_clean_steps",
-                self.warm_start_clean_steps <= self.warm_start_steps,
+                # Without a warm start the clean steps have no effect; a preset refuses them for that if they are given.
+                self.warm_start_clean_steps <= self.warm_start_steps or self.warm_start_steps == 0,
                 f"<= warm_start_steps = {self.warm_start_steps}",
             ),
             (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from vapo.config import Config
+from vapo.tasks import EMBEDDED_TASKS
 
 
 class Rule(NamedTuple):
@@ -39,9 +40,12 @@ RULES = (
     Rule(("warm_start_steps", *_WARM_START), lambda c: c.model != "tiny", "model is not 'tiny'"),
     Rule(_WARM_START, lambda c: c.warm_start_steps == 0, "warm_start_steps is 0"),
     Rule(("attention", "gradient_checkpointing"), lambda c: c.model == "tiny", "model is 'tiny'"),
-    Rule(("reward_timeout",), lambda c: c.task in _OWN_VERIFIER, "an embedded task verifies responses itself"),
+    Rule(
+        ("reward_timeout",),
+        lambda c: c.task in EMBEDDED_TASKS and c.reward != "math" and ":" not in c.reward,
+        "an embedded task verifies responses itself",
+    ),
 )
-_OWN_VERIFIER = ("running-total", "knights-knaves")
 
 
 def has_effect(config: Config, field: str) -> bool:
