@@ -5,56 +5,76 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vapo.advantages import build_batch, policy_lambda, rollout_logprobs, rollout_values
+from vapo.advantages import (
+    build_batch,
+    group_advantages,
+    overlong_penalty,
+    policy_lambda,
+    shaped_rewards,
+    training_mask,
+    whiten,
+)
 from vapo.config import Config
-from vapo.models import critic_from_policy
+from vapo.passes import Passes
 from vapo.rollout import pack
-from vapo.update import response_mean_weights
 
 PLAIN = Config(whiten_advantages=False, length_adaptive_gae=False, lam_policy=0.5, lam_critic=1.0)
+VALUES = torch.tensor([0.25, 0.5, 0.75])
+
+
+def packed(lengths, scores, *, is_correct=None, is_truncated=None, group_size=1):
+    """Responses of given lengths and scores; a score above 0 is correct unless it is said otherwise."""
+    prompts, responses = [torch.tensor([3])] * len(lengths), [torch.full((length,), 4) for length in lengths]
+    scores = torch.tensor(scores)
+    is_correct = scores > 0 if is_correct is None else torch.tensor(is_correct)
+    is_truncated = torch.tensor(is_truncated or [False] * len(lengths))
+    return pack(prompts, responses, scores, is_correct, is_truncated, group_size, torch.device("cpu"))
 
 
 def two_responses():
     """A correct response of two tokens and a cut one of one token."""
-    prompts, responses = [torch.tensor([3])] * 2, [torch.tensor([4, 1]), torch.tensor([5])]
-    return pack(prompts, responses, torch.tensor([True, False]), torch.tensor([True, False]), torch.device("cpu"))
+    return packed([2, 1], [1.0, 0.0], is_truncated=[False, True])
+
+
+def passes(values=VALUES, **others):
+    return Passes(old_logprobs=torch.zeros_like(values), values=values, **others)
 
 
 def test_advantages_and_returns_by_hand():
-    values = torch.tensor([0.25, 0.5, 0.75])
-    batch = build_batch(two_responses(), torch.zeros(3), values, PLAIN)
+    batch = build_batch(two_responses(), passes(), PLAIN)
     # δ = (0.5 − 0.25, 1 − 0.5) and, the cut response being terminal, 0 − 0.75.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 + 0.5 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([1.0, 1.0, 0.0]))
     assert batch.lam_policy.tolist() == [0.5, 0.5]
+    assert torch.equal(batch.old_values, VALUES)
 
 
 def test_gamma_discounts_the_reward_by_hand():
-    config = replace(PLAIN, gamma=0.5)
-    batch = build_batch(two_responses(), torch.zeros(3), torch.tensor([0.25, 0.5, 0.75]), config)
+    batch = build_batch(two_responses(), passes(), replace(PLAIN, gamma=0.5))
     # δ = (0.5 · 0.5 − 0.25, 1 − 0.5), decayed by γλ = 0.25 and by γ.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([0.5, 1.0, 0.0]))
 
 
 def test_worked_example():
-    prompts, responses = [torch.tensor([3])], [torch.tensor([4, 4, 4, 4, 1])]
-    flags = torch.tensor([True])
-    rollout = pack(prompts, responses, flags, flags, torch.device("cpu"))
     config = replace(PLAIN, lam_policy=0.95, decoupled_gae=False)
-    batch = build_batch(rollout, torch.zeros(5), torch.zeros(5), config)
+    batch = build_batch(packed([5], [1.0]), passes(torch.zeros(5)), config)
     expected = torch.tensor([0.81450625, 0.857375, 0.9025, 0.95, 1.0])
     torch.testing.assert_close(batch.advantages, expected)
     torch.testing.assert_close(batch.returns, expected)
 
 
 def test_whitening_shifts_and_scales_the_whole_batch():
-    values = torch.tensor([0.25, 0.5, 0.75])
-    plain = build_batch(two_responses(), torch.zeros(3), values, PLAIN)
-    white = build_batch(two_responses(), torch.zeros(3), values, replace(PLAIN, whiten_advantages=True))
+    plain = build_batch(two_responses(), passes(), PLAIN)
+    white = build_batch(two_responses(), passes(), replace(PLAIN, whiten_advantages=True))
     centred = plain.advantages - plain.advantages.mean()
     torch.testing.assert_close(white.advantages, centred / plain.advantages.std(), atol=1e-5, rtol=0)
     assert torch.equal(white.returns, plain.returns)
+
+
+def test_whitening_is_over_the_tokens_that_train():
+    white = whiten(torch.tensor([1.0, 5.0, 3.0, -99.0]), torch.tensor([True, True, True, False]))
+    torch.testing.assert_close(white, torch.tensor([-1.0, 1.0, 0.0, 0.0]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(1.0, [0.0, 0.5, 0.9]), (0.05, [0.0, 0.0, 0.0])])
@@ -63,27 +83,102 @@ def test_lambda_follows_each_length(alpha, expected):
     torch.testing.assert_close(lam, torch.tensor(expected))
 
 
-def test_old_logprobs_and_values_do_not_depend_on_the_micro_batches(policy, rollout):
-    critic = critic_from_policy(policy)
-    torch.nn.init.ones_(critic.score.weight)
-    one, many = Config(), Config(micro_batch_tokens=1)
-    logprobs = rollout_logprobs(policy, rollout, one)
-    values = rollout_values(critic, rollout, one)
-    torch.testing.assert_close(rollout_logprobs(policy, rollout, many), logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(rollout_values(critic, rollout, many), values, atol=1e-4, rtol=0)
-    assert not logprobs.requires_grad and not values.requires_grad
-    assert (logprobs < 0).all()
+def test_kl_penalty_by_hand():
+    # β (log π_old − log π_ref) is taken from the reward of every token (Eq. 1, 2), the last one's among them.
+    old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
+    config = replace(PLAIN, kl_reward_weight=0.1)
+    batch = build_batch(two_responses(), Passes(old, ref, VALUES), config)
+    torch.testing.assert_close(batch.rewards, torch.tensor([-0.05, 1.0 + 0.1, 0.0]))
+    torch.testing.assert_close(batch.returns, torch.tensor([1.05, 1.1, 0.0]))
+    # The verifier's scores are what they were.
+    assert batch.rollout.scores.tolist() == [1.0, 0.0]
 
 
-def test_old_logprobs_are_at_the_sampling_temperature(policy, rollout):
-    row, start = 1, int(rollout.cu_seqlens[1])
-    prompt = rollout.prompt_ids[rollout.prompt_cu_seqlens[row] : rollout.prompt_cu_seqlens[row + 1]]
-    logits = policy(input_ids=prompt[None]).logits[0, -1]
-    expected = (logits / 0.5).log_softmax(-1)[rollout.token_ids[start]]
-    logprobs = rollout_logprobs(policy, rollout, Config(temperature=0.5))
-    torch.testing.assert_close(logprobs[start], expected.detach(), atol=1e-5, rtol=0)
+def test_without_shaping_the_rewards_are_the_verifiers():
+    rollout = two_responses()
+    assert torch.equal(shaped_rewards(rollout, passes(), PLAIN), torch.tensor([0.0, 1.0, 0.0]))
 
 
-def test_response_mean_weights_give_each_response_the_same_say():
-    weights = response_mean_weights(torch.tensor([1, 4]), torch.tensor(9), 3)
-    torch.testing.assert_close(weights, torch.tensor([3.0, 0.75, 0.75, 0.75, 0.75]))
+def test_overlong_penalty_by_hand():
+    # Limit 10, buffer 4: free up to 6 tokens, then a quarter more for each.
+    penalties = overlong_penalty(torch.tensor([1, 6, 7, 8, 10]), max_new_tokens=10, buffer=4)
+    assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
+
+
+def test_overlong_penalty_is_on_the_last_token_whether_cut_or_not():
+    rollout = packed([3, 4], [1.0, 0.0], is_truncated=[False, True])
+    config = replace(PLAIN, truncated="penalty", max_new_tokens=4, overlong_buffer=2)
+    before = rollout.rewards.clone()
+    rewards = shaped_rewards(rollout, passes(torch.zeros(7)), config)
+    assert rewards.tolist() == [0.0, 0.0, 1.0 - 0.5, 0.0, 0.0, 0.0, -1.0]
+    assert torch.equal(rollout.rewards, before)
+    batch = build_batch(rollout, passes(torch.zeros(7)), config)
+    torch.testing.assert_close(batch.returns, torch.tensor([0.5] * 3 + [-1.0] * 4))
+
+
+def test_group_advantages_by_hand():
+    # Means 0.5 and 2, standard deviations (n − 1) √½ and 2.
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 4.0, 0.0, 2.0, 2.0]), 2)
+    root_half = 0.5 / 0.5**0.5
+    expected = torch.tensor([root_half, -root_half, 2 / 8**0.5, -2 / 8**0.5, 0.0, 0.0])
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
+    three = group_advantages(torch.tensor([3.0, 1.0, -1.0]), 3)
+    torch.testing.assert_close(three, torch.tensor([1.0, 0.0, -1.0]), atol=1e-5, rtol=0)
+
+
+def test_group_estimator_gives_every_token_its_responses_advantage():
+    rollout = packed([2, 1, 1, 3], [1.0, 0.0, 0.0, 0.0], group_size=2)
+    config = replace(PLAIN, advantage_estimator="group")
+    batch = build_batch(rollout, Passes(torch.zeros(7)), config)
+    expected = torch.tensor([0.70711, 0.70711, -0.70711, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(batch.advantages, expected, atol=1e-5, rtol=0)
+    assert batch.returns.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert batch.lam_policy is None
+
+
+def test_group_estimator_compares_shaped_rewards():
+    rollout = packed([1, 2], [1.0, 1.0], group_size=2)
+    config = replace(PLAIN, advantage_estimator="group", truncated="penalty", max_new_tokens=2, overlong_buffer=1)
+    batch = build_batch(rollout, Passes(torch.zeros(3)), config)
+    torch.testing.assert_close(batch.advantages, torch.tensor([0.70711, -0.70711, -0.70711]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("truncated", ["zero", "bootstrap", "penalty", "mask"])
+def test_only_mask_keeps_cut_responses_from_training(truncated):
+    mask = training_mask(two_responses(), replace(PLAIN, truncated=truncated))
+    assert mask.tolist() == [True, True, truncated != "mask"]
+
+
+def test_masked_tokens_have_no_say_in_the_advantages_of_others():
+    config = replace(PLAIN, truncated="mask", whiten_advantages=True)
+    batch, far = (
+        build_batch(two_responses(), passes(torch.tensor([0.25, 0.5, value])), config) for value in (0.75, 99.0)
+    )
+    torch.testing.assert_close(batch.advantages[:2], far.advantages[:2])
+    # Mean 0 over the two that train: (0.5, 0.5) has no variance, so both are 0 exactly.
+    torch.testing.assert_close(batch.advantages, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+def test_bootstrap_values_reach_cut_responses_only():
+    rollout = packed([2, 2], [1.0, 0.0], is_truncated=[False, True])
+    values = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    final = torch.tensor([0.0, 0.8])
+    plain = build_batch(rollout, passes(values), PLAIN)
+    batch = build_batch(rollout, passes(values, final_values=final), replace(PLAIN, truncated="bootstrap"))
+    assert torch.equal(batch.advantages[:2], plain.advantages[:2])
+    assert torch.equal(batch.returns[:2], plain.returns[:2])
+    # δ of the last token is 0 + 0.8 − 0.5, that of the one before 0.
+    torch.testing.assert_close(batch.advantages[2:], torch.tensor([0.15, 0.3]))
+    torch.testing.assert_close(batch.returns[2:], torch.tensor([0.8, 0.8]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoupled_gae": False}, {"gamma": 0.9, "whiten_advantages": True}])
+def test_without_use_values_gae_sees_zeros_and_all_else_is_the_same(changes):
+    config = replace(PLAIN, **changes)
+    off = build_batch(two_responses(), passes(), replace(config, use_values=False))
+    zeros = build_batch(two_responses(), passes(torch.zeros(3)), config)
+    for name in ("mask", "old_logprobs", "rewards", "advantages", "returns", "lam_policy"):
+        assert torch.equal(getattr(off, name), getattr(zeros, name)), name
+    # The critic still trains, and its metrics tell of what it says.
+    assert torch.equal(off.old_values, VALUES)
+    assert not torch.equal(off.advantages, build_batch(two_responses(), passes(), config).advantages)
