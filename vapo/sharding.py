@@ -144,13 +144,16 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Keep all parameters whole on every rank, in the compute dtype, for sampling.
 
     Entering is collective; within, forwards without a gradient do no communication, so ranks may make different numbers
-    of them. On leaving the copies are freed.
+    of them, through `inside` or without. On leaving the copies are freed.
     """
     if not isinstance(model, FSDPModule) or model.is_gathered:
         yield
         return
     _keep_gathered(model, True)
     try:
+        # FSDP takes the first module that runs for the root; under base_model alone that would be a layer.
+        with torch.no_grad():
+            inside(model, lambda model: None)
         for module in _sharded_modules(model):
             module.unshard()
         yield

@@ -196,15 +196,15 @@ def test_layers_compute_in_bfloat16_and_gradients_add_up_in_float32() -> None:
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, num_steps: int) -> list[Tensor]:
-    """Likeliest tokens with a cache, ``num_steps`` of them; each step is a call of its own."""
+    """Logits of ``num_steps`` tokens, each the likeliest one, with a cache; every other step goes through `inside`."""
 
     def step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
         hidden = model.base_model(input_ids=ids, use_cache=True, past_key_values=cache).last_hidden_state
         return model.get_output_embeddings()(hidden[:, -1])
 
     cache, ids, logits = DynamicCache(config=model.config), token_rows()[:2], []
-    for _ in range(num_steps):
-        logits.append(sharding.inside(model, step, ids, cache))
+    for number in range(num_steps):
+        logits.append(sharding.inside(model, step, ids, cache) if number % 2 else step(model, ids, cache))
         ids = logits[-1].argmax(-1)[:, None]
     return logits
 
@@ -222,13 +222,13 @@ class Collectives(TorchDispatchMode):
 def sample_unevenly() -> dict[str, Any]:
     model = build("untied")
     sharding.shard(model, torch.float32)
-    with Collectives() as outside, torch.no_grad():
-        sharding.inside(model, policy_body, token_rows())
     with sharding.gathered(model), Collectives() as within:
         logits = decode(model, 2 + 3 * sharding.rank())
         with torch.no_grad():
             logits.append(model(input_ids=token_rows()[:1]).logits)
     assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters()), "not resharded"
+    with Collectives() as outside, torch.no_grad():
+        sharding.inside(model, policy_body, token_rows())
     accumulate(model, "untied")
     return {
         "logits": logits,
