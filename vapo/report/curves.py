@@ -1,6 +1,5 @@
 """``curves.png``: a run's metrics as small panels over its phases."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vapo.live_view import PHASES
+from vapo.report.records import read_metrics
 
 
 class Line(NamedTuple):
@@ -45,7 +45,11 @@ PANELS = (
     PanelPlan("entropy, nats per token", (Line("actor/entropy"),)),
     PanelPlan(
         "explained variance of the critic",
-        (Line("critic/vf_explained_var", "RL"), Line("critic/pretrain/vf_explained_var", "pretraining")),
+        (
+            Line("critic/vf_explained_var", "RL"),
+            Line("critic/pretrain/vf_explained_var", "pretraining"),
+            Line("critic/vf_explained_var_within", "RL, within groups"),
+        ),
     ),
     PanelPlan(
         "λ of the policy (band: min to max)", (Line("critic/lambda_policy/mean", band=LAMBDA_RANGE),), (0.0, 1.03)
@@ -54,7 +58,7 @@ PANELS = (
     PanelPlan("KL to the policy that sampled", (Line("actor/ppo_kl"),)),
     PanelPlan("loss of the warm start", (Line("warm_start/loss"),)),
 )
-COLOURS = ("#1f5f99", "#d9822b")
+COLOURS = ("#1f5f99", "#d9822b", "#5b8c5a")
 SHADES = {"warm_start": "#eceff2", "value_pretraining": "#dfe7ee", "vapo": "#ffffff"}
 INK = "#333f48"
 QUIET = "#7b878f"
@@ -85,6 +89,8 @@ def write_curves(folder: Path) -> Path:
     """
     folder = Path(folder)
     records = read_metrics(folder)
+    if not records:
+        raise ValueError(f"folder: expected metrics, got an empty {folder / 'metrics.jsonl'}")
     stretches = phase_stretches(records)
     figure = Figure(figsize=(10, 7.6), dpi=120, facecolor="white", layout="constrained")
     figure.suptitle(_title(folder, records), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
@@ -98,21 +104,6 @@ def write_curves(folder: Path) -> Path:
     return path
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``.
-
-    Raises:
-        ValueError: As in `write_curves`.
-    """
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"folder: expected a run's folder with metrics.jsonl, got {folder}")
-    records = [_record(path, number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
-    if not records:
-        raise ValueError(f"folder: expected metrics, got an empty {path}")
-    return records
-
-
 def phase_stretches(records: list[dict[str, Any]]) -> list[Stretch]:
     """The parts of the axis from 0 to 1: VAPO takes four times the width of each phase before it."""
     steps = {phase: [record["step"] for record in records if record["phase"] == phase] for phase in PHASES}
@@ -124,14 +115,15 @@ def phase_stretches(records: list[dict[str, Any]]) -> list[Stretch]:
     ]
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-        if record["phase"] in PHASES and isinstance(record["step"], int):
-            return record
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"folder: expected an object with phase and step in line {number} of {path}, got {line[:80]!r}")
+def style_axes(axes: Axes) -> None:
+    """Give a panel the look that all panels share: quiet ticks and a horizontal grid behind the curves."""
+    axes.tick_params(labelsize=7.5, colors="#5c6870", length=2.5)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.locator_params(axis="y", nbins=6)
+    axes.grid(axis="y", color="#d9dfe3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8c1c7")
 
 
 def _title(folder: Path, records: list[dict[str, Any]]) -> str:
@@ -165,13 +157,7 @@ def _style_panel(axes: Axes, title: str, stretches: list[Stretch]) -> None:
     axes.set_xlim(0, 1)
     places, steps = _ticks(stretches)
     axes.set_xticks(places, steps)
-    axes.tick_params(labelsize=7.5, colors="#5c6870", length=2.5)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.locator_params(axis="y", nbins=6)
-    axes.grid(axis="y", color="#d9dfe3", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8c1c7")
+    style_axes(axes)
 
 
 def _ticks(stretches: list[Stretch]) -> tuple[list[float], list[str]]:
