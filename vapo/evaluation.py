@@ -1,49 +1,179 @@
-"""Held-out accuracy of a policy."""
+"""Held-out accuracy of a policy: avg@k, pass@j, maj@k and greedy, over all problems and for each data source."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vapo.config import Config
-from vapo.rollout import collect
+from vapo.rollout import Collected, Sampling, collect
+from vapo.sharding import gather_over_ranks, rank, sum_over_ranks, world_size
 from vapo.tasks import Problem, Task
 
 
 def evaluate(
-    policy: PreTrainedModel, task: Task, problems: Sequence[Problem], config: Config, seed: int
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    sampling: Sampling,
+    samples: int,
+    generator: torch.Generator,
 ) -> dict[str, float]:
-    """Answer each problem once by sampling and once greedily.
+    """Answer each problem ``samples`` times by sampling and once greedily.
+
+    Every rank is given all problems, answers its share of them and returns the figures of all.
 
     Args:
-        policy: The model.
-        task: Its verifier.
+        policy: The model; under FSDP2 its parameters must be gathered.
+        tokenizer: Its tokenizer.
+        task: The verifier.
         problems: Held-out problems.
-        config: ``temperature`` and ``max_new_tokens`` are used.
-        seed: Seed of the sampling; with the same seed two policies meet the same random numbers.
+        sampling: How responses are sampled; the greedy ones differ in their temperature, 0, only.
+        samples: k, responses to each problem.
+        generator: Source of randomness; equally seeded, two policies meet the same random numbers.
 
     Returns:
-        ``val/accuracy_sampled`` at the training temperature, ``val/accuracy_greedy``, and the sampled responses' mean
-        length ``val/response_length``.
+        Means over the problems: ``val/accuracy_sampled`` (avg@k), ``val/pass@j`` for j = 2, 4, 8 … and k,
+        ``val/maj@k`` if k > 1, ``val/accuracy_greedy``, and of the sampled responses ``val/response_length`` in tokens
+        and ``val/truncated``, the share cut by the length limit. Where the problems come from several data sources,
+        the same for each under ``val/<source>/…``; those without a source are ``unnamed``. ``val/errors`` counts the
+        responses, sampled or greedy, on which the verifier failed.
+
+    Raises:
+        ValueError: If there are fewer problems than ranks, ``samples`` is less than 1, or the temperature is not above
+            0, where all samples of a problem would be one.
     """
-    generator = torch.Generator(policy.device).manual_seed(seed)
-    rollouts = [
-        collect(
-            policy,
-            task,
-            problems,
-            group_size=1,
-            max_new_tokens=config.max_new_tokens,
-            temperature=temperature,
-            generator=generator,
-        )[0]
-        for temperature in (config.temperature, 0.0)
+    if len(problems) < world_size():
+        raise ValueError(f"problems must be at least 1 for each of {world_size()} ranks; got {len(problems)}")
+    if samples < 1:
+        raise ValueError(f"samples must be >= 1; got {samples}")
+    if not sampling.temperature > 0:
+        raise ValueError(f"sampling.temperature must be > 0 in evaluation; got {sampling.temperature}")
+
+    mine = problems[rank() :: world_size()]
+    sampled = collect(policy, tokenizer, task, mine, group_size=samples, sampling=sampling, generator=generator)
+    greedy_sampling = replace(sampling, temperature=0.0)
+    greedy = collect(policy, tokenizer, task, mine, group_size=1, sampling=greedy_sampling, generator=generator)
+
+    figures = problem_figures(task, sampled, greedy, samples)
+    rows = torch.tensor([list(each.values()) for each in figures], dtype=torch.float64)
+    sources = [problem.data_source for number in range(world_size()) for problem in problems[number :: world_size()]]
+    num_errors = torch.tensor(len(sampled.errors) + len(greedy.errors))
+    metrics = mean_figures(list(figures[0]), gather_over_ranks(rows), sources)
+    return metrics | {"val/errors": float(sum_over_ranks(num_errors))}
+
+
+def problem_figures(task: Task, sampled: Collected, greedy: Collected, samples: int) -> list[dict[str, float]]:
+    """The figures of each problem: what its ``samples`` sampled responses and its greedy one came to."""
+    correct, truncated = sampled.rollout.is_correct.tolist(), sampled.rollout.is_truncated.tolist()
+    lengths, greedy_correct = sampled.rollout.lengths.tolist(), greedy.rollout.is_correct.tolist()
+    # A response that was cut has given no answer.
+    answers = [
+        None if is_cut else task.final_answer(text) for text, is_cut in zip(sampled.texts, truncated, strict=True)
     ]
-    sampled, greedy = rollouts
-    return {
-        "val/accuracy_sampled": sampled.is_correct.float().mean().item(),
-        "val/accuracy_greedy": greedy.is_correct.float().mean().item(),
-        "val/response_length": sampled.lengths.float().mean().item(),
-    }
+    groups = (slice(first, first + samples) for first in range(0, len(correct), samples))
+    return [
+        accuracy_figures(correct[group], answers[group])
+        | {
+            "accuracy_greedy": float(is_right),
+            "response_length": sum(lengths[group]) / samples,
+            "truncated": sum(truncated[group]) / samples,
+        }
+        for group, is_right in zip(groups, greedy_correct, strict=True)
+    ]
+
+
+def accuracy_figures(is_correct: Sequence[bool], answers: Sequence[str | None]) -> dict[str, float]:
+    """avg@k, pass@j and maj@k of one problem from the verdicts on its k sampled responses.
+
+    Args:
+        is_correct: k verdicts.
+        answers: The k final answers that vote; None casts no vote.
+
+    Returns:
+        ``accuracy_sampled``; ``pass@j`` for j = 2, 4, 8 … below k and for k itself; ``maj@k`` if k > 1.
+
+    Example:
+        >>> accuracy_figures([True, False, False, True], ["7", "3", "3", "7"])
+        {'accuracy_sampled': 0.5, 'pass@2': 0.8333333333333334, 'pass@4': 1.0, 'maj@4': 1.0}
+    """
+    num_samples, num_correct = len(is_correct), sum(is_correct)
+    figures = {"accuracy_sampled": num_correct / num_samples}
+    if num_samples > 1:
+        powers_of_two = {2**power for power in range(1, num_samples.bit_length())}
+        for draws in sorted(powers_of_two | {num_samples}):
+            figures[f"pass@{draws}"] = pass_at(draws, num_samples, num_correct)
+        figures[f"maj@{num_samples}"] = float(majority_is_correct(is_correct, answers))
+    return figures
+
+
+def pass_at(draws: int, num_samples: int, num_correct: int) -> float:
+    """Probability that at least one of ``draws`` responses, drawn without replacement, is correct.
+
+    Its mean over problems estimates pass@j without bias: 1 − C(k − c, j) / C(k, j), with c of k samples correct.
+
+    Args:
+        draws: j, from 1 to k.
+        num_samples: k.
+        num_correct: c, from 0 to k.
+
+    Example:
+        >>> pass_at(2, num_samples=4, num_correct=1)
+        0.5
+
+    Source: Chen et al. 2021, Evaluating large language models trained on code, Eq. 1. https://arxiv.org/abs/2107.03374
+    """
+    return 1 - math.comb(num_samples - num_correct, draws) / math.comb(num_samples, draws)
+
+
+def majority_is_correct(is_correct: Sequence[bool], answers: Sequence[str | None]) -> bool:
+    """Say whether the most frequent answer is correct; False if there is none.
+
+    Of answers equally frequent the one sampled first wins: samples are exchangeable, so this is a fair draw that does
+    not look at the verdicts. The answer is as correct as the first response that gave it.
+
+    Args:
+        is_correct: k verdicts.
+        answers: The k final answers; None casts no vote.
+
+    Example:
+        >>> majority_is_correct([False, True, True, False], ["3", "7", "7", None])
+        True
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    # Equal counts keep the order in which they were first met.
+    winner, _ = votes.most_common(1)[0]
+    return is_correct[list(answers).index(winner)]
+
+
+def mean_figures(names: Sequence[str], rows: Tensor, sources: Sequence[str]) -> dict[str, float]:
+    """Average the figures of P problems, over all and, if there are several data sources, over those of each.
+
+    Args:
+        names: M names.
+        rows: [P, M] float64. The figures of each problem.
+        sources: P data sources.
+
+    Example:
+        >>> mean_figures(["truncated"], torch.tensor([[0.0], [1.0]]), ["aime", "amc"])
+        {'val/truncated': 0.5, 'val/aime/truncated': 0.0, 'val/amc/truncated': 1.0}
+    """
+    metrics = _means("val", names, rows)
+    labels = [source or "unnamed" for source in sources]
+    for label in sorted(set(labels)) if len(set(labels)) > 1 else []:
+        chosen = torch.tensor([each == label for each in labels])
+        metrics |= _means(f"val/{label}", names, rows[chosen])
+    return metrics
+
+
+def _means(prefix: str, names: Sequence[str], rows: Tensor) -> dict[str, float]:
+    return {f"{prefix}/{name}": mean for name, mean in zip(names, rows.mean(0).tolist(), strict=True)}
