@@ -184,11 +184,7 @@ def stop_token_ids(
     """
     named = policy.generation_config.eos_token_id
     found = {*(named if isinstance(named, Sequence) else [named]), tokenizer.eos_token_id} - {None}
-    for text in extra:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-            raise ValueError(f"a stop string must be one token of the tokenizer; got {text!r}, tokens {ids}")
-        found.add(ids[0])
+    found |= {_only_token(tokenizer, text) for text in extra}
     if not found:
         raise ValueError("a model must have an end-of-sequence or a stop token; got none")
     return tuple(sorted(found))
@@ -252,7 +248,7 @@ def _critic_config(config: PreTrainedConfig) -> PreTrainedConfig:
         )
     config = copy.deepcopy(config)
     config.num_labels = 1
-    config.token_classification_bias = True
+    config.token_classification_bias, config.classifier_dropout = True, 0.0
     return config
 
 
@@ -316,9 +312,19 @@ def _checkpointed(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTr
             raise ValueError(
                 f"gradient_checkpointing must be False for {type(model).__name__}, which has none; got True"
             )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    return model
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train(gradient_checkpointing)
+
+
+def _only_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except Exception:
+        # What the tokenizers library raises, bare, for a word outside a vocabulary without an unknown token.
+        ids = []
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(f"a stop string must be one token of the tokenizer; got {text!r}, tokens {ids}")
+    return ids[0]
 
 
 def _check_attention(attention: str) -> None:
