@@ -1,30 +1,33 @@
 """One optimiser step: any split into micro-batches adds up to the undivided step."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vapo.advantages import rollout_logprobs
 from vapo.config import Config
-from vapo.models import critic_from_policy
+from vapo.models import plain_head
 from vapo.packing import all_rows
-from vapo.types import Batch
+from vapo.passes import rollout_logprobs
 from vapo.update import (
     accumulate_policy_loss,
     accumulate_value_loss,
+    count_tokens,
     mean_metrics,
+    response_mean_weights,
+    set_lr,
     split_rows,
     update_critic,
     update_policy,
 )
 
-TERMS = ("pg_loss", "nll_loss", "entropy", "ppo_kl", "pg_clipfrac", "loss")
+TERMS = ("pg_loss", "nll_loss", "kl", "entropy", "ppo_kl", "pg_clipfrac", "loss")
 UNDIVIDED = 10_000
 
 
 @pytest.fixture
-def batch(policy, rollout):
+def batch(policy, rollout, batch_of):
     """Old log-probs a little off the policy's, so that ratios differ from 1 and some are clipped."""
     generator = torch.Generator().manual_seed(0)
 
@@ -32,14 +35,13 @@ def batch(policy, rollout):
         return torch.randn(11, generator=generator)
 
     old_logprobs = rollout_logprobs(policy, rollout, Config()) + 0.3 * noise()
-    return Batch(rollout, old_logprobs, 0.1 * noise(), noise(), noise(), torch.zeros(4))
-
-
-@pytest.fixture
-def critic(policy):
-    critic = critic_from_policy(policy)
-    torch.nn.init.normal_(critic.score.weight, std=0.02, generator=torch.Generator().manual_seed(0))
-    return critic
+    return batch_of(
+        old_logprobs=old_logprobs,
+        ref_logprobs=old_logprobs + 0.4 * noise(),
+        old_values=0.1 * noise(),
+        advantages=noise(),
+        returns=noise(),
+    )
 
 
 def policy_step(policy, batch, rows=None, **settings):
@@ -79,8 +81,12 @@ def test_value_micro_batches_add_up(critic, batch, micro_batch_tokens, value_cli
     assert gradient.abs().max() > 1e-3
 
 
+def logprobs_of(policy, batch):
+    return rollout_logprobs(policy, batch.rollout, Config())
+
+
 def test_nll_covers_the_correct_responses_only(policy, batch):
-    logprobs = rollout_logprobs(policy, batch.rollout, Config())
+    logprobs = logprobs_of(policy, batch)
     terms, _ = policy_step(policy, batch)
     # The first response has tokens 0 to 2, the last 6 to 10.
     expected = -torch.cat([logprobs[:3], logprobs[6:]]).mean()
@@ -112,12 +118,12 @@ def test_a_mini_batch_is_the_mean_over_its_own_tokens(policy, batch):
 
 
 def test_update_policy_moves_towards_what_was_better_than_expected(policy, batch):
-    before = rollout_logprobs(policy, batch.rollout, Config())
+    before = logprobs_of(policy, batch)
     signs = torch.tensor([1.0, 1, 1, -1, -1, -1, 1, 1, 1, 1, 1])
     batch = replace(batch, old_logprobs=before, advantages=signs)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
     metrics = update_policy(policy, optimizer, batch, all_rows(batch.rollout), Config(positive_nll=False))
-    after = rollout_logprobs(policy, batch.rollout, Config())
+    after = logprobs_of(policy, batch)
     assert ((after - before) * signs).sum() > 0
     assert metrics["actor/pg_loss"] == pytest.approx(-signs.mean().item(), abs=1e-6)
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -159,3 +165,123 @@ def test_split_rows_shuffles():
 def test_mean_metrics():
     assert mean_metrics([{"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 1.0}]) == {"a": 2.0, "b": 0.5}
     assert mean_metrics([]) == {}
+
+
+def test_response_mean_weights_give_each_response_the_same_say():
+    weights = response_mean_weights(torch.tensor([1, 4]), torch.tensor(9), torch.tensor(3))
+    torch.testing.assert_close(weights, torch.tensor([3.0, 0.75, 0.75, 0.75, 0.75]))
+
+
+@pytest.mark.parametrize("token_level_loss", [True, False])
+def test_masked_responses_do_not_count_and_give_no_gradient(policy, batch, token_level_loss):
+    mask = torch.tensor([True] * 4 + [False] * 2 + [True] * 5)
+    settings = {"token_level_loss": token_level_loss, "kl_weight": 0.1, "entropy_weight": 0.1}
+    # What stands under the mask may be anything.
+    masked = replace(batch, mask=mask, advantages=batch.advantages.masked_fill(~mask, 1e4))
+    terms, gradient = policy_step(policy, masked, **settings)
+    without, same = policy_step(policy, batch, rows=torch.tensor([0, 1, 3]), **settings)
+    assert terms == pytest.approx(without, abs=1e-6)
+    assert (gradient - same).abs().max() < 1e-6 * max(1.0, same.abs().max().item())
+    nothing, zero = policy_step(policy, masked, rows=torch.tensor([2]), **settings)
+    assert not zero.any()
+    assert all(term == 0 for term in nothing.values())
+
+
+def test_the_mean_over_responses_counts_those_that_train(policy, batch):
+    mask = torch.tensor([True] * 4 + [False] * 2 + [True] * 5)
+    signs = torch.tensor([1.0] * 3 + [-2.0] + [50.0] * 2 + [4.0] * 5)
+    batch = replace(batch, old_logprobs=logprobs_of(policy, batch), advantages=signs, mask=mask)
+    terms, _ = policy_step(policy, batch, token_level_loss=False)
+    assert terms["pg_loss"] == pytest.approx(-(1 - 2 + 4) / 3, abs=1e-5)
+    terms, _ = policy_step(policy, batch)
+    assert terms["pg_loss"] == pytest.approx(-(3 - 2 + 20) / 9, abs=1e-5)
+
+
+def test_values_under_the_mask_do_not_train(critic, batch):
+    mask = torch.tensor([True] * 4 + [False] * 2 + [True] * 5)
+    masked = replace(batch, mask=mask, returns=batch.returns.masked_fill(~mask, 1e4))
+    terms, gradient = value_step(critic, masked)
+    critic.zero_grad()
+    expected = accumulate_value_loss(critic, batch, torch.tensor([0, 1, 3]), Config(), value_clip=None)
+    same = torch.cat([parameter.grad.flatten() for parameter in critic.parameters()])
+    torch.testing.assert_close(terms, expected, atol=1e-6, rtol=0)
+    assert (gradient - same).abs().max() < 1e-6 * max(1.0, same.abs().max().item())
+
+
+def test_count_tokens_by_hand(batch):
+    assert count_tokens(batch, all_rows(batch.rollout)).tolist() == [11, 8, 4]
+    assert count_tokens(batch, torch.tensor([1, 3])).tolist() == [6, 5, 2]
+    masked = replace(batch, mask=torch.tensor([True] * 6 + [False] * 5))
+    assert count_tokens(masked, all_rows(batch.rollout)).tolist() == [6, 3, 3]
+
+
+def test_entropy_is_paid_for(policy, batch):
+    terms, _ = policy_step(policy, batch)
+    paid, _ = policy_step(policy, batch, entropy_weight=0.3)
+    # The untrained policy is nearly uniform over 21 words.
+    assert 2.0 < terms["entropy"] < math.log(21)
+    assert paid["loss"] == pytest.approx(terms["loss"] - 0.3 * terms["entropy"], abs=1e-5)
+    assert {**paid, "loss": 0} == {**terms, "loss": 0}
+
+
+def test_kl_to_the_reference_by_hand(policy, batch):
+    difference = batch.ref_logprobs - logprobs_of(policy, batch)
+    k3 = (difference.exp() - 1 - difference).mean().item()
+    plain, _ = policy_step(policy, batch)
+    terms, _ = policy_step(policy, batch, kl_weight=0.5)
+    assert plain["kl"] == 0
+    assert terms["kl"] == pytest.approx(k3, abs=1e-5)
+    assert terms["loss"] == pytest.approx(plain["loss"] + 0.5 * k3, abs=1e-5)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely(policy, batch):
+    old = logprobs_of(policy, batch) - torch.tensor([4.0] + [1.0] * 10).log()
+    advantages = torch.tensor([-1.0] + [0.0] * 10)
+    batch = replace(batch, old_logprobs=old, advantages=advantages)
+    free, gradient = policy_step(policy, batch, positive_nll=False)
+    bounded, zero = policy_step(policy, batch, positive_nll=False, dual_clip=3.0)
+    assert free["pg_loss"] == pytest.approx(4 / 11, abs=1e-4)
+    assert bounded["pg_loss"] == pytest.approx(3 / 11, abs=1e-5)
+    assert gradient.any() and not zero.any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"token_level_loss": False, "temperature": 0.7, "micro_batch_tokens": 13},
+        {"kl_weight": 0.2, "entropy_weight": 0.1, "dual_clip": 2.0, "nll_weight": 0.5},
+    ],
+)
+def test_logits_give_the_same_loss_and_gradient_as_the_plain_head(policy, batch, settings):
+    assert plain_head(policy) is policy.lm_head
+    terms, gradient = policy_step(policy, batch, **settings)
+    # What a head with an adapter or a cap is taken for.
+    policy.has_plain_head = False
+    assert plain_head(policy) is None
+    through_logits, same = policy_step(policy, batch, **settings)
+    assert through_logits == pytest.approx(terms, abs=1e-5)
+    assert (gradient - same).abs().max() < 1e-5 * max(1.0, gradient.abs().max().item())
+    assert gradient.abs().max() > 1e-3
+
+
+def test_a_wrapped_head_trains_through_its_own_forward(policy, batch):
+    class Halved(torch.nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) / 2
+
+    # Logits halved, as by a scale or an adapter: the same as the plain head at temperature 2.
+    expected, gradient = policy_step(policy, batch, temperature=2.0)
+    policy.lm_head.__class__ = Halved
+    assert plain_head(policy) is None
+    terms, same = policy_step(policy, batch, temperature=1.0)
+    assert terms == pytest.approx(expected, abs=1e-5)
+    assert (gradient - same).abs().max() < 1e-5 * max(1.0, gradient.abs().max().item())
+
+
+def test_learning_rate_warms_up_linearly_to_its_value(policy):
+    optimizer = torch.optim.SGD(policy.parameters(), lr=7.0)
+    rates = [set_lr(optimizer, 0.4, step, warmup=4) for step in range(1, 7)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
+    assert set_lr(optimizer, 0.2, 1, 0) == set_lr(optimizer, 0.2) == 0.2
