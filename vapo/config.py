@@ -190,6 +190,11 @@ class Config:
             _check(field.name, str(field.type), getattr(self, field.name))
         for name, holds, relation in (
             ("clip_high", self.clip_high >= self.clip_low, f">= clip_low = {self.clip_low}"),
+            (
+                "attention",
+                self.attention != "flash_attention_2" or self.dtype == "bfloat16",
+                "sdpa or eager where dtype is float32, which flash attention does not take",
+            ),
             ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "None or > 1"),
             (
                 "warm_start_clean_steps",
