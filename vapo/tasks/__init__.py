@@ -74,18 +74,20 @@ class EmbeddedTask(Task, Protocol):
         """Write a response to imitate, the end-of-sequence token included."""
 
 
-def load_task(name: str, *, reward: str = "", reward_timeout: float = 10.0) -> Task:
-    """Build the task called ``name``.
+def load_task(name: str, *, reward: str = "", reward_timeout: float = 10.0, split: str = "eighth") -> Task:
+    """Build a task.
+
+    Args:
+        name: "running-total", "knights-knaves", "reasoning-gym:<dataset>", or .parquet and .jsonl files with commas
+            between them.
+        reward: "" is the task's own, "math" for files. Others: "math"; "all-right" and "per-islander" for knights and
+            knaves of either kind; a function of the user's as "file.py:function".
+        reward_timeout: Seconds that a reward may take, for a response or, in TRL's form, for a batch.
+        split: What a file holds out: an "eighth" of it; nothing, where "train"; everything, where "held-out".
 
     Raises:
-        ValueError: If there is no such task.
+        ValueError: If there is no such task or reward, the data are malformed, or a package is missing.
     """
-    if name == "running-total":
-        from vapo.tasks.running_total import RunningTotal
+    from vapo.tasks.loading import load
 
-        return RunningTotal()
-    if name == "knights-knaves":
-        from vapo.tasks.knights_knaves import KnightsKnaves
-
-        return KnightsKnaves(reward or "all-right")
-    raise ValueError(f"task must be one of {', '.join(EMBEDDED_TASKS)}; got {name!r}")
+    return load(name, reward=reward, reward_timeout=reward_timeout, split=split)
