@@ -176,8 +176,8 @@ def seen_in_bfloat16() -> dict[str, Any]:
         seen.update(frequencies=model.base_model.rotary_emb.inv_freq.dtype)
         return (out.float() * numbers).sum()
 
-    # 257 has no exact bfloat16; every rank adds the same, so that averaging would show.
-    numbers = torch.full((32,), 257.0)
+    # 257 has no exact bfloat16. Rank 1 adds a 256th, which would be lost beside rank 0's gradient in bfloat16.
+    numbers = torch.full((32,), 257.0) / 256 ** sharding.rank()
     sharding.inside(model, body, token_rows()[:1], numbers).backward()
     seen["norm"] = whole(model.base_model.norm.weight.grad)
     seen["stored"] = {each.dtype for each in model.parameters()} | {each.grad.dtype for each in model.parameters()}
@@ -191,7 +191,7 @@ def test_layers_compute_in_bfloat16_and_gradients_add_up_in_float32() -> None:
         assert seen["numbers"] == seen["frequencies"] == torch.float32
         assert seen["positions"].tolist() == [list(range(300, 300 + WIDTH))]
         assert seen["stored"] == {torch.float32}
-    assert torch.equal(two["norm"], 2 * one["norm"])
+    assert torch.equal(two["norm"], one["norm"] * (1 + 1 / 256))
 
 
 @torch.no_grad()
