@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vapo.advantages import rollout_logprobs
-from vapo.warm_start import draw_demonstrations, imitation_step, lr_share, warm_start
+from vapo.passes import rollout_logprobs
+from vapo.warm_start import draw_demonstrations, imitation_step, lr_share, warm_start_step
 
 
 def test_learning_rate_rises_and_falls_linearly():
@@ -36,20 +36,41 @@ def test_imitation_step_returns_the_mean_over_tokens_and_lowers_it(policy, task,
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_faultless_demonstrations_come_first(policy, task, small_config, monkeypatch):
-    faults = []
+def test_faultless_demonstrations_come_first(learner_of, small_config, monkeypatch):
+    config = replace(small_config, warm_start_steps=3, warm_start_clean_steps=2, warm_start_batch=1)
+    learner, faults = learner_of(config, "warm_start"), []
 
     def record(problem, rng, *, give_up, error):
         faults.append((give_up, error))
         return "# 1 <eos>"
 
-    monkeypatch.setattr(task, "demonstration", record, raising=False)
-    config = replace(small_config, warm_start_steps=3, warm_start_clean_steps=2, warm_start_batch=1)
-    metrics = list(warm_start(policy, task, config, random.Random(0)))
+    monkeypatch.setattr(learner.task, "demonstration", record, raising=False)
+    metrics = [warm_start_step(learner, step, config) for step in (1, 2, 3)]
     assert faults == [(0.0, 0.0), (0.0, 0.0), (0.3, 0.05)]
     assert [each["warm_start/lr"] for each in metrics] == pytest.approx([3e-3 * share for share in (0.05, 0.1, 0.15)])
+    assert learner.policy_optimizer.param_groups[0]["lr"] == metrics[-1]["warm_start/lr"]
 
 
-def test_no_steps_change_nothing(policy, task, small_config):
-    config = replace(small_config, warm_start_steps=0, warm_start_clean_steps=0)
-    assert list(warm_start(policy, task, config, random.Random(0))) == []
+def test_a_step_trains_the_policy_on_a_batch_of_its_own(learner_of, small_config):
+    learner = learner_of(small_config, "warm_start")
+    before, state = learner.policy.lm_head.weight.clone(), learner.generators.data.getstate()
+    metrics = warm_start_step(learner, 1, small_config)
+    assert not torch.equal(learner.policy.lm_head.weight, before)
+    assert learner.generators.data.getstate() != state
+    assert 1.0 < metrics["warm_start/loss"] < 5.0
+    assert metrics.keys() == {"warm_start/loss", "warm_start/lr"}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_a_batch_without_repeating_it(task, monkeypatch, world_size):
+    def draw():
+        return draw_demonstrations(task, 5, random.Random(0), 0.3, 0.1, torch.device("cpu"))
+
+    whole, parts = draw(), []
+    monkeypatch.setattr("vapo.sharding.world_size", lambda: world_size)
+    for rank in range(world_size):
+        monkeypatch.setattr("vapo.sharding.rank", lambda rank=rank: rank)
+        parts.append(draw())
+    responses = [ids.tolist() for ids in whole.token_ids.split(whole.lengths.tolist())]
+    shared = [ids.tolist() for part in parts for ids in part.token_ids.split(part.lengths.tolist())]
+    assert sorted(shared) == sorted(responses)

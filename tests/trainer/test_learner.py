@@ -1,0 +1,174 @@
+"""The learner: phases begin afresh, every use of randomness has its own, the models are those that a run needs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vapo.learner import PHASES, choose_device, make_generators, seed_for
+from vapo.models import load_critic, value_head
+
+CPU = torch.device("cpu")
+
+
+def draws(generators):
+    """A draw of each generator, by its name."""
+    return {
+        "data": generators.data.random(),
+        "sampling": torch.rand((), generator=generators.sampling).item(),
+        "shuffling": torch.rand((), generator=generators.shuffling).item(),
+    }
+
+
+def step(optimizer):
+    """Give every parameter a gradient and take a step, so that the optimiser remembers something."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_each_phase_has_the_optimisers_of_the_models_that_it_trains(learner_of, small_config):
+    learner = learner_of(small_config)
+    names = {}
+    for phase in PHASES:
+        learner.begin(phase, small_config)
+        names[phase] = set(learner.optimizers)
+    assert names == {"warm_start": {"policy"}, "value_pretraining": {"critic"}, "vapo": {"policy", "critic"}}
+
+
+def test_optimisers_have_the_learning_rates_and_the_decay_of_their_phase(learner_of, small_config):
+    config = replace(small_config, warm_start_lr=0.1, actor_lr=0.2, critic_lr=0.3, weight_decay=0.4)
+    learner, rates = learner_of(config), {}
+    for phase in PHASES:
+        learner.begin(phase, config)
+        for name, optimizer in learner.optimizers.items():
+            (group,) = optimizer.param_groups
+            rates[phase, name] = (group["lr"], group["betas"][1], group["weight_decay"])
+            assert {id(p) for p in group["params"]} == {id(p) for p in learner.models[name].parameters()}
+    assert rates == {
+        ("warm_start", "policy"): (0.1, 0.98, 0.4),
+        ("value_pretraining", "critic"): (0.3, 0.999, 0.4),
+        ("vapo", "policy"): (0.2, 0.999, 0.4),
+        ("vapo", "critic"): (0.3, 0.999, 0.4),
+    }
+
+
+def test_a_phase_begins_with_fresh_optimisers_and_generators(learner_of, small_config):
+    learner = learner_of(small_config, "value_pretraining")
+    first = draws(learner.generators)
+    step(learner.critic_optimizer)
+    learner.step = 7
+    learner.begin("vapo", small_config)
+    assert learner.step == 0
+    assert not learner.critic_optimizer.state and not learner.policy_optimizer.state
+    second = draws(learner.generators)
+    # No rollout of the earlier phase is met again, and the phase is the same however many steps came before it.
+    assert not first.items() & second.items()
+    assert second == draws(learner_of(small_config, "vapo").generators)
+    learner.begin("value_pretraining", small_config)
+    assert draws(learner.generators) == first
+
+
+def test_generators_differ_between_phases_seeds_and_uses(learner_of, small_config):
+    learner, seen = learner_of(small_config), []
+    for phase in PHASES:
+        for seed in (0, 1):
+            learner.begin(phase, replace(small_config, seed=seed))
+            seen += draws(learner.generators).values()
+    assert len(set(seen)) == 3 * 2 * 3
+
+
+def test_ranks_share_data_and_shuffles_and_draw_their_own_samples(monkeypatch):
+    first = draws(make_generators("vapo 0", CPU))
+    monkeypatch.setattr("vapo.learner.rank", lambda: 1)
+    second = draws(make_generators("vapo 0", CPU))
+    assert {name: first[name] == second[name] for name in first} == {"data": True, "sampling": False, "shuffling": True}
+
+
+def test_each_purpose_has_a_seed_of_its_own():
+    seeds = [seed_for(purpose, seed) for purpose in ("data", "sampling", "shuffling") for seed in range(3)]
+    assert len(set(seeds)) == 9
+    # A resumed run finds the same seeds in another process.
+    assert seed_for("data", 0) == 2564829376
+
+
+def test_is_past_follows_the_order_of_phases(learner_of, small_config):
+    learner = learner_of(small_config)
+    learner.phase = ""
+    assert not any(map(learner.is_past, PHASES))
+    learner.begin("value_pretraining", small_config)
+    assert [learner.is_past(phase) for phase in PHASES] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "models"),
+    [
+        ({}, {"policy", "critic"}),
+        ({"kl_weight": 0.1}, {"policy", "critic", "reference"}),
+        ({"kl_reward_weight": 0.1}, {"policy", "critic", "reference"}),
+        ({"advantage_estimator": "group"}, {"policy"}),
+        ({"advantage_estimator": "group", "kl_weight": 0.1}, {"policy", "reference"}),
+    ],
+)
+def test_models_are_those_that_the_run_needs(learner_of, small_config, changes, models):
+    learner = learner_of(replace(small_config, **changes))
+    assert set(learner.models) == models
+    assert set(learner.optimizers) == models - {"reference"}
+
+
+def test_the_reference_is_a_frozen_copy(learner_of, small_config):
+    learner = learner_of(replace(small_config, kl_weight=0.1))
+    before = learner.reference.lm_head.weight.clone()
+    assert torch.equal(before, learner.policy.lm_head.weight)
+    step(learner.policy_optimizer)
+    assert torch.equal(before, learner.reference.lm_head.weight)
+    assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
+
+
+def test_the_critic_is_zero_or_the_one_that_is_given(learner_of, small_config, critic, tmp_path):
+    assert not value_head(learner_of(small_config).critic).weight.any()
+    critic.save_pretrained(tmp_path / "critic")
+    loaded = learner_of(replace(small_config, critic=str(tmp_path))).critic
+    assert torch.equal(value_head(loaded).weight, value_head(critic).weight)
+
+
+def test_sampling_is_that_of_the_config(learner_of, small_config):
+    config = replace(small_config, temperature=0.7, top_p=0.9, top_k=5, stop=("#",))
+    learner = learner_of(config)
+    sampling = learner.sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (6, 0.7, 0.9, 5)
+    assert set(sampling.stop_token_ids) == {
+        learner.tokenizer.eos_token_id,
+        learner.tokenizer.convert_tokens_to_ids("#"),
+    }
+
+
+def test_export_leaves_models_that_load(learner_of, small_config, tmp_path):
+    learner = learner_of(small_config)
+    step(learner.critic_optimizer)
+    learner.export(tmp_path)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert torch.equal(policy.lm_head.weight, learner.policy.lm_head.weight)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "policy")) == len(learner.tokenizer)
+    critic = load_critic(tmp_path / "critic", attention="sdpa", gradient_checkpointing=False)
+    assert torch.equal(value_head(critic).weight, value_head(learner.critic).weight)
+
+
+def test_without_a_critic_none_is_exported(learner_of, small_config, tmp_path):
+    learner_of(replace(small_config, advantage_estimator="group")).export(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_device_is_checked(small_config, monkeypatch):
+    assert choose_device(small_config) == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(replace(small_config, device="auto")) == CPU
+    with pytest.raises(ValueError, match="device must be auto or cpu where PyTorch sees no GPU; got 'cuda'"):
+        choose_device(replace(small_config, device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(SimpleNamespace(device="auto")) == torch.device("cuda")
+    assert choose_device(SimpleNamespace(device="cpu")) == CPU
