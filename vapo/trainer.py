@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,13 @@ from vapo.trackers import open_trackers
 from vapo.value_pretraining import pretraining_step
 from vapo.vapo_step import small_lambda_warning, vapo_step
 from vapo.warm_start import warm_start_step
+
+
+class HeldOut(NamedTuple):
+    """Problems that training never sees, and the task that verifies the responses to them."""
+
+    task: Task
+    problems: list[Problem]
 
 
 def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str = "vapo") -> dict[str, float]:
@@ -47,8 +55,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if resume and checkpoint is None:
         raise ValueError(f"{folder} must hold a checkpoint to resume from; got none")
     with distributed(device, config.dtype == "bfloat16") as device:
-        task = load_task(config.task, reward=config.reward, reward_timeout=config.reward_timeout)
-        held_out = held_out_problems(task, config)
+        task, held_out = load_tasks(config)
         learner = make_learner(config, task, device)
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
         if checkpoint:
@@ -65,7 +72,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
 
 
 def run_phases(
-    learner: Learner, held_out: list[Problem], config: Config, folder: Path, log: RunLog, last_phase: str
+    learner: Learner, held_out: HeldOut, config: Config, folder: Path, log: RunLog, last_phase: str
 ) -> dict[str, float]:
     """Take the phases that are still to do, one after the other; returns the last held-out metrics."""
     for step in steps(learner, "warm_start", config.warm_start_steps, config, folder):
@@ -127,21 +134,24 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
             learner.save(folder, config)
 
 
-def held_out_problems(task: Task, config: Config) -> list[Problem]:
-    """The problems of every evaluation, the same for every seed."""
-    source = load_task(config.eval_task, reward=config.reward) if config.eval_task else task
-    return source.problems(config.eval_problems, random.Random(HELD_OUT_SEED), held_out=True)
+def load_tasks(config: Config) -> tuple[Task, HeldOut]:
+    """The task to train on, and the problems of every evaluation, the same for every seed."""
+    options = {"reward": config.reward, "reward_timeout": config.reward_timeout}
+    task = load_task(config.task, split="train" if config.eval_task else "eighth", **options)
+    source = load_task(config.eval_task, split="held-out", **options) if config.eval_task else task
+    problems = source.problems(config.eval_problems, random.Random(HELD_OUT_SEED), held_out=True)
+    return task, HeldOut(source, problems)
 
 
-def held_out_metrics(learner: Learner, problems: list[Problem], config: Config) -> dict[str, float]:
+def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dict[str, float]:
     """Evaluate with the run's own evaluation seed, so that every evaluation of a run meets the same random numbers."""
     generator = torch.Generator(learner.policy.device).manual_seed(seed_for("evaluation", config.seed + rank()))
     with gathered(learner.policy):
         return evaluate(
             learner.policy,
             learner.tokenizer,
-            learner.task,
-            problems,
+            held_out.task,
+            held_out.problems,
             sampling=replace(learner.sampling, top_p=config.eval_top_p, top_k=0),
             samples=config.eval_samples,
             generator=generator,
