@@ -38,6 +38,7 @@ class Seen:
     launches: list[str] = field(default_factory=list)
     bytes_read: Counter = field(default_factory=Counter)
     bytes_written: Counter = field(default_factory=Counter)
+    num_stores: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -99,6 +100,7 @@ class Launch:
             self.seen.bytes_read[watched.name] += len(offsets) * size
 
     def store(self, addresses: np.ndarray, size: int) -> None:
+        self.seen.num_stores += 1
         if len(np.unique(addresses)) < len(addresses):
             raise DoubleWrite(f"{self.name}, program {self.program}: one store writes an element twice")
         for watched, offsets in self.find(addresses, size, "store"):

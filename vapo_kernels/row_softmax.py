@@ -86,29 +86,27 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
         # Until a finite column comes, m = 0 serves: −inf − (−inf) would be NaN.
         m = tl.where(new_max == -float("inf"), 0.0, new_max)
         # exp(−1e4) is 0 already, and a shift of −inf would make 0 · (−inf).
-        shift = tl.where(max_other == -float("inf"), 0.0, tl.maximum(max_other - m, -1e4))
+        shift = tl.maximum(max_other - m, -1e4)
         e = tl.exp(z - m)
         scale = tl.exp(shift)
         moments = scale * (moments + shift * sums) + tl.where(e == 0.0, 0.0, e * (z - m))
         sums = scale * sums + e
         max_other = new_max
-    m = tl.where(max_other == -float("inf"), 0.0, max_other)
-    # 0 without any other finite column, at least 1 with one.
+    # 0 without any other finite column, at least 1 with one. Its logarithm and its inverse are not used where it is 0.
     other = tl.sum(sums, 0)
-    moment = tl.sum(moments, 0)
-    log_other = tl.log(tl.where(other == 0.0, 1.0, other))
-    d = tl.where(other == 0.0, -float("inf") - z_token, (m - z_token) + log_other)
+    log_other = tl.log(other)
+    d = tl.where(other == 0.0, -float("inf") - z_token, (max_other - z_token) + log_other)
     tail = tl.exp(-tl.abs(d))
     log1p_tail = log1p_unit(tail)
     logprob = 0.0 - (tl.where(d > 0.0, d, 0.0) + log1p_tail)
     p_other = tl.where(d > 0.0, 1.0, tail) / (1.0 + tail)
     p_token = tl.where(d > 0.0, tail, 1.0) / (1.0 + tail)
     # The log-sum-exp is kept relative to a column: as a number by itself it would round at the size of the logits.
-    peak = tl.where(d > 0.0, m, z_token)
+    peak = tl.where(d > 0.0, max_other, z_token)
     log_sum = tl.where(d > 0.0, log_other + log1p_tail, 0.0 - logprob)
-    mean_other = moment / tl.where(other == 0.0, 1.0, other)
+    mean_other = tl.sum(moments, 0) / other
     entropy = tl.where(p_token == 0.0, 0.0, -p_token * logprob)
-    entropy += tl.where(p_other == 0.0, 0.0, p_other * (((peak - m) + log_sum) - mean_other))
+    entropy += tl.where(p_other == 0.0, 0.0, p_other * (((peak - max_other) + log_sum) - mean_other))
     return logprob, entropy, peak, log_sum, p_other
 
 

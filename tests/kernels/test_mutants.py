@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from vapo_kernels import logprob_policy_loss, token_logprobs
+from vapo_kernels import _dispatch, logprob_policy_loss, reference, token_logprobs
+from vapo_kernels.token_logprobs import compute_statistics, token_logprobs_op
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
@@ -38,3 +39,45 @@ def test_slopes_are_whole_at_the_bound_of_the_log_ratio(device):
     out = logprob_policy_loss(leaf, leaf.detach(), zeros, ones, ref_logprobs=ref, kl_weight=1.0)
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert grad.tolist() == pytest.approx([-math.expm1(20) / 2, 0.0], rel=1e-5)
+
+
+def test_equal_odds_whose_logit_is_not_the_largest_of_the_others(device):
+    """p = ½ exactly: the log-sum-exp changes the column that it is kept relative to."""
+    leaf = torch.tensor([[math.log(2), 0.0, 0.0]], device=device).requires_grad_()
+    out = token_logprobs(leaf, torch.tensor([0], device=device))
+    assert out.logprobs.item() == pytest.approx(-math.log(2), rel=1e-6)
+    assert out.entropy.item() == pytest.approx(1.5 * math.log(2), rel=1e-6)
+    (grad,) = torch.autograd.grad(out.logprobs, leaf)
+    assert grad[0].tolist() == pytest.approx([0.5, -0.25, -0.25], rel=1e-6)
+
+
+def test_entropy_gradient_of_a_token_whose_probability_rounds_to_1(device):
+    gap = torch.tensor([[20.0, 0.0, 0.0]])
+    leaf, ids = gap.to(device).requires_grad_(), torch.tensor([0])
+    (grad,) = torch.autograd.grad(token_logprobs(leaf, ids.to(device)).entropy, leaf)
+    exact_leaf = gap.double().requires_grad_()
+    (exact,) = torch.autograd.grad(reference.token_logprobs(exact_leaf, ids).entropy, exact_leaf)
+    assert grad[0].tolist() == pytest.approx(exact[0].tolist(), rel=1e-5)
+
+
+def test_row_without_a_possible_token_is_nan(device):
+    out = token_logprobs(torch.full((1, 70), -torch.inf, device=device), torch.tensor([3], device=device))
+    assert out.logprobs.isnan().all() and out.entropy.isnan().all()
+
+
+@pytest.mark.parametrize("outside", [-1, 70])
+def test_token_id_outside_its_row_reads_no_other(device, outside):
+    """Where the host cannot refuse it, it is NaN."""
+    logits, ids = torch.randn(3, 70, device=device), torch.tensor([1, outside, 2], device=device)
+    if _dispatch.use_triton(logits):
+        logprobs, entropy, _ = compute_statistics(logits, ids, None, None, 1.0)
+        assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
+    else:
+        with pytest.raises(ValueError, match="token_ids"):
+            token_logprobs(logits, ids)
+
+
+def test_statistics_of_a_masked_row_are_0(device):
+    logits, mask = torch.randn(3, 70, device=device), torch.tensor([True, False, True], device=device)
+    for x in token_logprobs_op(logits, torch.tensor([1, 2, 3], device=device), mask, None, 1.0):
+        assert not x[..., 1].any() and x[..., 0].all()

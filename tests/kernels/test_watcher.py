@@ -45,10 +45,11 @@ def bytes_a_token(seen, num_tokens: int) -> float:
     return seen.bytes_moved / num_tokens
 
 
+@pytest.mark.parametrize("slack", [0, 5])
 @pytest.mark.parametrize("bounds", [[0, 70, 71, 140], [0, 13, 64, 140]])
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_packed_gae_moves_each_token_once(bounds, has_mask):
-    cu_seqlens, n = torch.tensor(bounds, dtype=torch.int32), bounds[-1]
+def test_packed_gae_moves_each_token_once(bounds, has_mask, slack):
+    cu_seqlens, n = torch.tensor(bounds, dtype=torch.int32), bounds[-1] + slack
     mask = torch.rand(n) < 0.9 if has_mask else None
     with watch() as seen:
         packed_gae(torch.randn(n), torch.randn(n), cu_seqlens, mask=mask)
@@ -56,6 +57,13 @@ def test_packed_gae_moves_each_token_once(bounds, has_mask):
     # The mask of a sequence longer than a block is read twice where λ comes from its count: once to count.
     assert bytes_a_token(seen, n) <= 16.5 + 2 * has_mask
     assert seen.bytes_written.total() == 8 * n
+
+
+def test_packed_gae_takes_a_step_for_each_block_of_a_long_sequence():
+    """Two stores a step, wherever the sequence lies: 40 tokens are two blocks of 32."""
+    with watch() as seen:
+        packed_gae(torch.randn(80), torch.randn(80), torch.tensor([0, 40, 80]))
+    assert seen.num_stores == 2 * (2 + 2)
 
 
 def test_padded_gae_moves_each_token_once():

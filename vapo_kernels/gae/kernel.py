@@ -81,10 +81,8 @@ def _gae_block(
 
 @triton.jit
 def _adaptive_lambda(length, alpha):
-    """Eq. 15, clamped; 0 for an empty response."""
-    length = length.to(tl.float32)
-    lam = 1.0 - 1.0 / (alpha * tl.maximum(length, 1.0))
-    return tl.where(length > 0, tl.minimum(tl.maximum(lam, 0.0), 1.0), 0.0)
+    """Eq. 15, clamped: 1 − 1/(α l) ≤ 1, and −∞ for an empty response, where no token asks for it."""
+    return tl.maximum(1.0 - 1.0 / (alpha * length.to(tl.float32)), 0.0)
 
 
 # A sequence starts anywhere in a packing, so loads are 32 bits wide whatever the alignment of the tensors.
