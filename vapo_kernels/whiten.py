@@ -108,10 +108,9 @@ def _moments_torch(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
     moments = torch.zeros(5, dtype=torch.float64)
     for start in range(0, x.numel(), CPU_BLOCK):
         at = slice(start, start + CPU_BLOCK)
-        kept = x[at][mask[at]].double()
-        error = kept.new_zeros(()) if y is None else kept - y[at][mask[at]].double()
-        sums = (kept.sum(), kept.square().sum(), error.sum(), error.square().sum())
-        moments += torch.stack([kept.new_tensor(len(kept)), *sums])
+        kept = torch.where(mask[at], x[at], 0.0).double()
+        error = kept.new_zeros(()) if y is None else kept - torch.where(mask[at], y[at], 0.0).double()
+        moments += torch.stack([mask[at].sum(), kept.sum(), kept.square().sum(), error.sum(), error.square().sum()])
     return moments
 
 
