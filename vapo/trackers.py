@@ -60,21 +60,20 @@ class Trackers:
             warnings.warn(f"tracker {name} is left out from here on: {error!r}", RuntimeWarning, stacklevel=3)
 
 
-def open_trackers(
-    names: Sequence[str], folder: Path, config: dict[str, object], *, resume_step: int | None = None
-) -> Trackers:
+def open_trackers(names: Sequence[str], folder: Path, config: dict[str, object]) -> Trackers:
     """Open the trackers called ``names`` for the run in ``folder``.
 
     ``tensorboard`` writes to ``tensorboard/`` in the folder. ``trackio`` and ``wandb`` log to their project ``vapo``
     (wandb: or the one in WANDB_PROJECT) under the folder's name; where they keep it, and whether they send it, is for
     their own environment variables to say. In a distributed run, open them on the first rank only.
 
+    A run that is resumed does some steps again. In tensorboard they replace the earlier ones; trackio holds both, and
+    wandb, which takes no step twice, the earlier ones.
+
     Args:
         names: Any of "tensorboard", "trackio", "wandb"; may be empty.
         folder: The run's folder. The run's identity at trackio and wandb is kept there in ``tracker_id``.
         config: The resolved settings.
-        resume_step: In a resumed run, the last step over all phases that it keeps. Later ones give way to those logged
-            again in tensorboard; trackio has both, and wandb keeps what it had.
 
     Raises:
         ValueError: If a name is unknown or given twice, its package is not installed, or the tracker cannot start.
@@ -85,7 +84,7 @@ def open_trackers(
     opened: dict[str, Tracker] = {}
     for name in names:
         try:
-            opened[name] = _OPENERS[name](folder, json.loads(json.dumps(config, default=str)), resume_step)
+            opened[name] = _OPENERS[name](folder, json.loads(json.dumps(config, default=str)))
         except Exception as error:
             Trackers(opened).close()
             raise ValueError(f"trackers must be able to start; {name} gave {error!r}") from error
@@ -108,24 +107,27 @@ def check_trackers(names: Sequence[str]) -> None:
             ) from error
 
 
-def _open_tensorboard(folder: Path, config: dict[str, object], resume_step: int | None) -> Tracker:
+def _open_tensorboard(folder: Path, config: dict[str, object]) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    purge_step = None if resume_step is None else resume_step + 1
-    writer = SummaryWriter(folder / "tensorboard", purge_step=purge_step)
-    if resume_step is None:
-        writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+    logs = folder / "tensorboard"
+    is_resumed = logs.exists()
+    writers: list[SummaryWriter] = []
 
     def log(step: int, metrics: dict[str, float]) -> None:
+        if not writers:
+            # Steps that a resumed run does again take the place of those logged before.
+            writers.append(SummaryWriter(logs, purge_step=step if is_resumed else None))
+            writers[0].add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", step)
         for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+            writers[0].add_scalar(name, value, step)
         # A killed run leaves all that it had logged.
-        writer.flush()
+        writers[0].flush()
 
-    return Tracker(log, writer.close)
+    return Tracker(log, lambda: [writer.close() for writer in writers])
 
 
-def _open_trackio(folder: Path, config: dict[str, object], resume_step: int | None) -> Tracker:
+def _open_trackio(folder: Path, config: dict[str, object]) -> Tracker:
     import trackio
 
     # A run's name is its identity there, and two folders may have the same name.
@@ -134,7 +136,7 @@ def _open_trackio(folder: Path, config: dict[str, object], resume_step: int | No
     return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
-def _open_wandb(folder: Path, config: dict[str, object], resume_step: int | None) -> Tracker:
+def _open_wandb(folder: Path, config: dict[str, object]) -> Tracker:
     import wandb
 
     run = wandb.init(
@@ -148,7 +150,7 @@ def _open_wandb(folder: Path, config: dict[str, object], resume_step: int | None
     return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
-_OPENERS: dict[str, Callable[[Path, dict[str, object], int | None], Tracker]] = {
+_OPENERS: dict[str, Callable[[Path, dict[str, object]], Tracker]] = {
     "tensorboard": _open_tensorboard,
     "trackio": _open_trackio,
     "wandb": _open_wandb,

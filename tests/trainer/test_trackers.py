@@ -61,7 +61,9 @@ def test_tensorboard_holds_all_phases_on_one_axis(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_the_settings(tmp_path: Path) -> None:
-    open_trackers(["tensorboard"], tmp_path, CONFIG).close()
+    trackers = open_trackers(["tensorboard"], tmp_path, CONFIG)
+    trackers.log(1, {})
+    trackers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (event,) = events.Tensors("config/text_summary")
@@ -73,7 +75,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> No
     first = open_trackers(["tensorboard"], tmp_path, CONFIG)
     for step in (1, 2, 3, 4):
         first.log(step, {"actor/entropy": float(step)})
-    again = open_trackers(["tensorboard"], tmp_path, CONFIG, resume_step=2)
+    again = open_trackers(["tensorboard"], tmp_path, CONFIG)
     again.log(3, {"actor/entropy": 30.0})
     again.close()
     assert scalars(tmp_path) == {"actor/entropy": [(1, 1.0), (2, 2.0), (3, 30.0)]}
