@@ -59,7 +59,9 @@ def evaluate_model(
     if not name:
         raise ValueError(f"task must be given for a model that is no run; got none for {run}")
     place = choose_device(Config(device=device))
-    loaded = load_task(name, reward=reward or saved.get("reward", ""), split="held-out" if task else "eighth")
+    # Another file than the run's is held out as a whole.
+    split = "held-out" if task and task != saved.get("task") else "eighth"
+    loaded = load_task(name, reward=reward or saved.get("reward", ""), split=split)
     policy, tokenizer = load_policy(
         str(Path(run) / "policy") if is_run else run, loaded, seed=0, attention="sdpa", gradient_checkpointing=False
     )

@@ -85,6 +85,10 @@ class Learner:
         """Whether the run has left a phase for a later one."""
         return bool(self.phase) and PHASES.index(self.phase) > PHASES.index(phase)
 
+    def steps_of(self, phase: str) -> int:
+        """Steps of the present phase that are done; 0 for another one."""
+        return self.step if self.phase == phase else 0
+
     def begin(self, phase: str, config: Config) -> None:
         """Enter a phase with fresh optimisers and generators.
 
@@ -99,6 +103,8 @@ class Learner:
                 self.policy.parameters(), lr=config.warm_start_lr, betas=(0.9, 0.98), weight_decay=decay
             )
         if phase == "vapo":
+            if self.reference is not None:
+                copy_parameters(self.policy, self.reference)
             self.policy_optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.actor_lr, weight_decay=decay)
         if phase != "warm_start" and self.critic is not None:
             self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), lr=config.critic_lr, weight_decay=decay)
@@ -181,6 +187,13 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not available:
         raise ValueError("device must be auto or cpu where PyTorch sees no GPU; got 'cuda'")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+@torch.no_grad()
+def copy_parameters(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give ``target``, sharded as ``source`` is, the parameters of ``source``."""
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        mine.copy_(theirs)
 
 
 def make_generators(purpose: str, device: torch.device) -> Generators:

@@ -45,9 +45,11 @@ class Passes:
 def rollout_logprobs(policy: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
     """log π of every sampled token at the sampling temperature, [N] float32, without gradient."""
     logprobs = torch.zeros_like(rollout.rewards)
-    for rows, _ in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
+    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
         tokens = token_indices(rollout.cu_seqlens, rows)
-        logprobs[tokens] = inside(policy, _logprobs, rollout, rows, tokens, config.temperature)
+        found = inside(policy, _logprobs, rollout, rows, tokens, config.temperature)
+        if counts:
+            logprobs[tokens] = found
     return logprobs
 
 
@@ -63,8 +65,10 @@ def _logprobs(policy: PreTrainedModel, rollout: Rollout, rows: Tensor, tokens: T
 def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
     """V(s_t) of the state before every sampled token, [N] float32, without gradient."""
     values = torch.zeros_like(rollout.rewards)
-    for rows, _ in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        values[token_indices(rollout.cu_seqlens, rows)] = inside(critic, state_values, rollout, rows)
+    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
+        found = inside(critic, state_values, rollout, rows)
+        if counts:
+            values[token_indices(rollout.cu_seqlens, rows)] = found
     return values
 
 
@@ -72,6 +76,8 @@ def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) ->
 def truncated_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
     """V(s_l), the bootstrap of cut responses and 0 for others, [S] float32, without gradient."""
     values = torch.zeros(len(rollout.is_truncated), device=rollout.rewards.device)
-    for rows, _ in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        values[rows] = inside(critic, final_values, rollout, rows)
+    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
+        found = inside(critic, final_values, rollout, rows)
+        if counts:
+            values[rows] = found
     return values * rollout.is_truncated

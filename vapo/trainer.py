@@ -16,7 +16,7 @@ from vapo.config import Config
 from vapo.evaluation import evaluate
 from vapo.learner import HELD_OUT_SEED, Learner, choose_device, export, make_learner, seed_for
 from vapo.metrics import RunLog
-from vapo.sharding import distributed, gathered, rank
+from vapo.sharding import distributed, gathered, rank, world_size
 from vapo.tasks import Problem, Task, load_task
 from vapo.trackers import open_trackers
 from vapo.value_pretraining import pretraining_step
@@ -55,6 +55,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if resume and checkpoint is None:
         raise ValueError(f"{folder} must hold a checkpoint to resume from; got none")
     with distributed(device, config.dtype == "bfloat16") as device:
+        check_shares(config)
         task, held_out = load_tasks(config)
         learner = make_learner(config, task, device)
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
@@ -87,7 +88,6 @@ def run_phases(
             note_errors(errors, log)
             explained = metrics["critic/pretrain/vf_explained_var"]
             if explained >= config.pretraining_target:
-                log.progress.total_steps -= config.pretraining_steps - step
                 break
             if step == config.pretraining_steps:
                 log.note(
@@ -100,6 +100,8 @@ def run_phases(
         return learner.before
 
     after = learner.before
+    # An early end of value pretraining leaves steps out.
+    log.progress.total_steps = log.progress.steps_done + config.steps - learner.steps_of("vapo")
     if learner.phase != "vapo":
         log.log("vapo", 0, learner.before)
     for step in steps(learner, "vapo", config.steps, config, folder):
@@ -132,6 +134,17 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
         learner.step = step
         if step % config.checkpoint_every == 0 or step == count:
             learner.save(folder, config)
+
+
+def check_shares(config: Config) -> None:
+    """Refuse a run in which a rank would have nothing to do.
+
+    Raises:
+        ValueError: If there are fewer prompts, demonstrations or held-out problems than ranks.
+    """
+    for name in ("num_prompts", "pretraining_prompts", "warm_start_batch", "eval_problems"):
+        if getattr(config, name) < world_size():
+            raise ValueError(f"{name} must be >= the number of ranks, {world_size()}; got {getattr(config, name)}")
 
 
 def load_tasks(config: Config) -> tuple[Task, HeldOut]:
