@@ -53,9 +53,9 @@ def test_knights_and_knaves_all_right_or_by_the_islander(islands, credit):
     names, solution = problem.row["metadata"]["names"], problem.row["metadata"]["solution"]
 
     def answer(*is_right):
-        knights = [knight == right for knight, right in zip(solution, is_right, strict=True)]
         said = [
-            f"{name} is {roles['a_knight'] if k else roles['a_knave']}" for name, k in zip(names, knights, strict=True)
+            f"{name} is {roles['a_knight' if knight == right else 'a_knave']}"
+            for name, knight, right in zip(names, solution, is_right, strict=True)
         ]
         return f"<answer>{', and '.join(said)}.</answer>"
 
@@ -115,9 +115,7 @@ def test_final_answer(response, answer):
 
 
 def test_another_reward_may_be_given(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def f(completions, metadata, **_): return [float(len(m['names'])) for m in metadata]"
-    )
+    (tmp_path / "mine.py").write_text("def f(completions, metadata, **_): return [len(m['names']) for m in metadata]")
     task = load_task("reasoning-gym:knights_knaves", reward=f"{tmp_path}/mine.py:f")
     assert task.score(task.problems(1, random.Random(0)), ["x"]) == [(2.0, True, None)]
     task = load_task("reasoning-gym:chain_sum", reward="math")

@@ -83,7 +83,7 @@ def functions(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fragile(functions):
-    return load_task("running-total", reward=f"{functions}:fragile", reward_timeout=1.0)
+    return load_task("running-total", reward=f"{functions}:fragile", reward_timeout=2.0)
 
 
 def start(functions, name, columns=("level",)):
@@ -119,8 +119,8 @@ def test_form_by_completion_and_answer(functions):
         ("die", "the verifier's process died: exit code 3"),
         ("kill", "the verifier's process died: SIGKILL"),
         ("crash", "the verifier's process died: SIGSEGV"),
-        ("hang", "the verifier timed out after 1 s"),
-        ("hang in C", "the verifier timed out after 1 s"),
+        ("hang", "the verifier timed out after 2 s"),
+        ("hang in C", "the verifier timed out after 2 s"),
         ("nan", "a reward function must return a finite score; got nan"),
         ("none", "a reward function must return a number or a dict with a number as score; got None"),
     ],
@@ -133,7 +133,7 @@ def test_a_failing_verifier_costs_its_row_only(fragile, completion, says):
 
 
 def test_a_failing_batch_is_taken_row_by_row(functions):
-    task = load_task("running-total", reward=f"{functions}:fragile_batch", reward_timeout=1.0)
+    task = load_task("running-total", reward=f"{functions}:fragile_batch", reward_timeout=2.0)
     verdicts = task.score([Problem("", "4")] * 4, ["4", "raise", "hang", "5"])
     assert [verdict[:2] for verdict in verdicts] == [(1.0, True), (0.0, False), (0.0, False), (0.25, False)]
     assert [bool(verdict.error) for verdict in verdicts] == [False, True, True, False]

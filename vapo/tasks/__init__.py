@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-EMBEDDED_TASKS = TASK_NAMES = ("running-total", "knights-knaves")
+EMBEDDED_TASKS = ("running-total", "knights-knaves")
 
 
 @dataclass(frozen=True, slots=True)
