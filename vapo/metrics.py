@@ -41,7 +41,7 @@ class RunLog:
         resume_after: tuple[str, int] | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Create the folder and write ``config.json`` there; with ``resume_after``, go on in it. Collective.
+        """Write ``config.json`` to a new folder or, with ``resume_after``, to that of the run that goes on. Collective.
 
         Args:
             folder: Where the run's files go; made if it does not exist.
@@ -83,15 +83,22 @@ class RunLog:
             raise ValueError(f"folder: expected one without an earlier run, got {self.folder}, which has {METRICS}")
         _create_folder(self.folder)
         (self.folder / SAMPLES).unlink(missing_ok=True)
-        (self.folder / "config.json").write_text(self._text, encoding="utf-8")
+        self._write_config()
         return []
 
     def _resume(self, place: tuple[str, int]) -> list[dict[str, Any]]:
-        if not (self.folder / METRICS).is_file():
-            raise ValueError(f"folder: expected one with an earlier run, got {self.folder}, which has no {METRICS}")
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(f"folder: expected one with an earlier run, got {self.folder}, which has no config.json")
+        self._write_config()
         kept = _cut_after(self.folder / METRICS, place)
         _cut_after(self.folder / SAMPLES, place)
         return kept
+
+    def _write_config(self) -> None:
+        # Beside and renamed: a run that is killed, or finds its disk full, keeps settings to resume with.
+        unfinished = self.folder / "config.json.unfinished"
+        unfinished.write_text(self._text, encoding="utf-8")
+        unfinished.replace(self.folder / "config.json")
 
     def __enter__(self) -> RunLog:
         self._view.open()
