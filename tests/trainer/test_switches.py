@@ -1,80 +1,73 @@
-"""Each VAPO part has one switch; turning it off changes the quantity that it governs and nothing else."""
+"""Each switch and option changes the quantity that it governs and nothing else."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vapo.advantages import build_batch, rollout_logprobs
+from vapo.advantages import build_batch
 from vapo.config import Config
-from vapo.models import critic_from_policy
 from vapo.packing import all_rows
-from vapo.trainer import Generators, make_learner, vapo_step
-from vapo.types import Batch
+from vapo.passes import Passes, rollout_logprobs
 from vapo.update import accumulate_policy_loss, accumulate_value_loss
+from vapo.vapo_step import sample_groups
 
 ON = Config(
     num_prompts=3,
     group_size=2,
-    max_new_tokens=3,
-    logged_samples=6,
+    max_new_tokens=5,
+    mini_batches=2,
+    overlong_buffer=4,
     alpha=1.0,
     nll_weight=0.5,
     whiten_advantages=False,
+    device="cpu",
 )
 
 # Log-probs of the rollout's 11 tokens are those of the policy minus these: ratios 1.25 and 0.9 among others, so that
 # some tokens lie between the two upper bounds of the clip.
-LOG_RATIOS = torch.tensor([1.25, 1.0, 1.0, 1.25, 0.9, 1.0, 1.0, 1.1, 0.5, 1.25, 1.0]).log()
+LOG_RATIOS = torch.tensor([1.25, 1.0, 1.0, 1.25, 0.9, 1.0, 1.1, 1.1, 0.5, 1.25, 1.0]).log()
 ADVANTAGES = torch.tensor([1.0, -1.0, 2.0, 1.0, -0.5, 1.5, -2.0, 1.0, 0.5, 2.0, 1.0])
 VALUES = torch.linspace(0.1, 0.6, 11)
+TERMS = ("policy loss", "positive NLL", "KL", "entropy", "old KL", "clip fraction", "loss")
 
 
 @pytest.fixture
-def quantities(policy, rollout, task):
-    """Function from a config to every quantity that a part of VAPO may govern."""
+def quantities(policy, critic, rollout, batch_of, learner_of):
+    """Function from a config to every quantity that a switch or an option may govern."""
     logprobs = rollout_logprobs(policy, rollout, ON)
-    fixed = Batch(rollout, logprobs - LOG_RATIOS, VALUES, ADVANTAGES, VALUES.flip(0), torch.zeros(4))
-    critic = critic_from_policy(policy)
-    torch.nn.init.normal_(critic.score.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    # The third response, of two tokens, was cut.
+    rollout = replace(rollout, is_truncated=torch.tensor([False, False, True, False]))
+    final_values = torch.tensor([0.0, 0.0, 0.7, 0.0])
+    fixed = {"old_logprobs": logprobs - LOG_RATIOS, "ref_logprobs": logprobs + 0.3, "old_values": VALUES}
+    fixed |= {"rollout": rollout, "advantages": ADVANTAGES, "returns": VALUES.flip(0)}
 
     def measure(config):
-        batch = build_batch(rollout, logprobs, VALUES, config)
-        rows = all_rows(rollout)
+        bootstrap = final_values if config.truncated == "bootstrap" else None
+        passes = Passes(logprobs, logprobs + 0.1 * VALUES, VALUES if config.has_critic else None, bootstrap)
+        batch = build_batch(rollout, passes, config)
+        rows, given = all_rows(rollout), batch_of(**fixed, mask=batch.mask)
         policy.zero_grad()
-        policy_terms = accumulate_policy_loss(policy, fixed, rows, config).tolist()
+        policy_terms = accumulate_policy_loss(policy, given, rows, config).tolist()
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         critic.zero_grad()
-        value_terms = accumulate_value_loss(critic, fixed, rows, config, value_clip=config.value_clip)
-        policy.zero_grad()
-        critic.zero_grad()
-        names = ("policy loss", "positive NLL", "entropy", "KL", "clip fraction", "loss")
+        value_terms = accumulate_value_loss(critic, given, rows, config, value_clip=config.value_clip)
+        sampled = sample_groups(learner_of(config), config)
         return {
             "phases": config.total_steps - config.warm_start_steps - config.steps,
-            "prompts of each response": prompts_of_a_step(config, task, policy, critic),
-            "λ_policy": batch.lam_policy.tolist(),
+            "prompts of a step": len(sampled.problems),
+            "rounds of sampling": sampled.rounds,
+            "training mask": batch.mask.tolist(),
+            "rewards": batch.rewards.tolist(),
+            "λ_policy": None if batch.lam_policy is None else batch.lam_policy.tolist(),
             "advantages": batch.advantages.tolist(),
             "returns": batch.returns.tolist(),
             "value loss": value_terms.tolist(),
             "gradient": gradient.tolist(),
-            **dict(zip(names, policy_terms, strict=True)),
+            **dict(zip(TERMS, policy_terms, strict=True)),
         }
 
     return measure
-
-
-def prompts_of_a_step(config, task, policy, critic):
-    """How often each prompt is answered in one step of the trainer, in order."""
-    learner = make_learner(policy, critic, replace(config, actor_lr=1e-12, critic_lr=1e-12))
-    for optimizer in (learner.policy_optimizer, learner.critic_optimizer):
-        optimizer.param_groups[0]["weight_decay"] = 0.0
-    start = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    generators = Generators(random.Random(0), torch.Generator().manual_seed(0), torch.Generator().manual_seed(0))
-    _, samples = vapo_step(learner, task, config, generators)
-    policy.load_state_dict(start)
-    prompts = [sample["prompt"] for sample in samples]
-    return [prompts.count(prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -86,12 +79,48 @@ def prompts_of_a_step(config, task, policy, critic):
         ("clip_higher", {"clip fraction", "policy loss", "loss", "gradient"}),
         ("token_level_loss", {"policy loss", "loss", "gradient"}),
         ("positive_nll", {"loss", "gradient"}),
-        ("group_sampling", {"prompts of each response"}),
+        ("group_sampling", {"prompts of a step"}),
     ],
 )
 def test_switch_changes_what_it_governs_and_nothing_else(quantities, switch, governed):
     on, off = quantities(ON), quantities(replace(ON, **{switch: False}))
     assert {name for name in on if on[name] != off[name]} == governed
+
+
+@pytest.mark.parametrize(
+    ("changes", "governed"),
+    [
+        ({"use_values": False}, {"advantages"}),
+        ({"advantage_estimator": "group"}, {"phases", "λ_policy", "advantages"}),
+        ({"whiten_advantages": True}, {"advantages"}),
+        ({"gamma": 0.9}, {"advantages", "returns"}),
+        ({"lam_critic": 0.5}, {"returns"}),
+        ({"alpha": 0.7}, {"λ_policy", "advantages"}),
+        ({"kl_reward_weight": 0.1}, {"rewards", "advantages", "returns"}),
+        ({"kl_weight": 0.1}, {"KL", "loss", "gradient"}),
+        ({"entropy_weight": 0.1}, {"loss", "gradient"}),
+        ({"dual_clip": 1.05}, {"policy loss", "clip fraction", "loss", "gradient"}),
+        ({"value_clip": 0.01}, {"value loss"}),
+        ({"clip_low": 0.05}, {"policy loss", "clip fraction", "loss", "gradient"}),
+        ({"truncated": "bootstrap"}, {"advantages", "returns"}),
+        ({"truncated": "penalty"}, {"rewards", "advantages", "returns"}),
+        ({"dynamic_sampling": True}, {"rounds of sampling"}),
+    ],
+)
+def test_option_changes_what_it_governs_and_nothing_else(quantities, changes, governed):
+    on, off = quantities(ON), quantities(replace(ON, **changes))
+    assert {name for name in on if on[name] != off[name]} == governed
+
+
+def test_mask_takes_cut_responses_out_of_every_mean(quantities):
+    on, off = quantities(ON), quantities(replace(ON, truncated="mask"))
+    changed = {name for name in on if on[name] != off[name]}
+    # The cut response is wrong, so it is no positive example, and its return is 0 either way.
+    means = {"policy loss", "entropy", "old KL", "loss", "gradient", "value loss"}
+    assert changed == means | {"training mask", "advantages"}
+    assert off["training mask"] == [True] * 4 + [False] * 2 + [True] * 5
+    assert off["advantages"][:4] == on["advantages"][:4] and off["advantages"][6:] == on["advantages"][6:]
+    assert off["advantages"][4:6] == [0.0, 0.0]
 
 
 def test_without_decoupling_the_returns_use_the_policys_lambda(quantities):
@@ -127,5 +156,12 @@ def test_without_positive_nll_the_loss_is_that_of_the_policy(quantities):
 
 
 def test_without_group_sampling_as_many_responses_have_prompts_of_their_own(quantities):
-    assert quantities(ON)["prompts of each response"] == [2] * 6
-    assert quantities(replace(ON, group_sampling=False))["prompts of each response"] == [1] * 6
+    assert quantities(ON)["prompts of a step"] == 3
+    assert quantities(replace(ON, group_sampling=False))["prompts of a step"] == 6
+
+
+def test_with_use_values_off_the_advantages_are_the_discounted_rewards(quantities):
+    off = quantities(replace(ON, use_values=False, length_adaptive_gae=False, lam_policy=0.5))
+    expected = [0.25, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0625, 0.125, 0.25, 0.5, 1.0]
+    assert off["advantages"] == pytest.approx(expected)
+    assert off["value loss"] == quantities(ON)["value loss"]
