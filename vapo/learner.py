@@ -54,6 +54,7 @@ class Learner:
         phase: One of ``PHASES``, or "" before the first.
         step: Steps of the phase that are done.
         before: Held-out metrics before RL, once they are known.
+        after: The newest held-out metrics.
     """
 
     policy: PreTrainedModel
@@ -68,6 +69,7 @@ class Learner:
     phase: str = ""
     step: int = 0
     before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:
@@ -115,6 +117,7 @@ class Learner:
             "phase": self.phase,
             "step": self.step,
             "before": self.before,
+            "after": self.after,
             "task": self.task.state_dict(),
             "generators": gather_objects(generator_states(self.generators.by_name)),
         }
@@ -132,7 +135,7 @@ class Learner:
         state = read_state(checkpoint)
         self.begin(state["phase"], config)
         load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
-        self.step, self.before = state["step"], state["before"]
+        self.step, self.before, self.after = state["step"], state["before"], state["after"]
         self.task.load_state_dict(state["task"])
         states = state["generators"]
         restore_generators(self.generators.by_name, states[rank() % len(states)])

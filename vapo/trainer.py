@@ -14,7 +14,7 @@ import torch
 from vapo.checkpoint import latest_checkpoint
 from vapo.config import Config
 from vapo.evaluation import evaluate
-from vapo.learner import HELD_OUT_SEED, Learner, choose_device, export, make_learner, seed_for
+from vapo.learner import HELD_OUT_SEED, PHASES, Learner, choose_device, export, make_learner, seed_for
 from vapo.metrics import RunLog
 from vapo.sharding import distributed, gathered, rank, world_size
 from vapo.tasks import Problem, Task, load_task
@@ -37,7 +37,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     Args:
         config: Every setting.
         folder: New or empty; with ``resume``, that of the run to go on with.
-        resume: Go on from the newest checkpoint.
+        resume: Go on from the newest checkpoint; a run that was stopped before its first one starts again.
         last_phase: "value_pretraining" ends the run with the critic.
 
     Returns:
@@ -51,9 +51,9 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
+    if resume and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} must hold a run to resume; got no config.json there")
     checkpoint = latest_checkpoint(folder) if resume else None
-    if resume and checkpoint is None:
-        raise ValueError(f"{folder} must hold a checkpoint to resume from; got none")
     with distributed(device, config.dtype == "bfloat16") as device:
         check_shares(config)
         task, held_out = load_tasks(config)
@@ -61,25 +61,23 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
         if checkpoint:
             learner.restore(checkpoint, config)
-        place = (learner.phase, learner.step) if checkpoint else None
+        place = (learner.phase or PHASES[0], learner.step) if resume else None
         with RunLog(
             folder, config=asdict(config), total_steps=config.total_steps, resume_after=place, trackers=trackers
         ) as log:
-            after = run_phases(learner, held_out, config, folder, log, last_phase)
+            run_phases(learner, held_out, config, folder, log, last_phase)
             learner.export(folder)
             if last_phase == "vapo":
-                log.summary(summary_rows(learner.before, after, config, time.perf_counter() - began))
-    return after
+                log.summary(summary_rows(learner.before, learner.after, config, time.perf_counter() - began))
+    return learner.after
 
 
-def run_phases(
-    learner: Learner, held_out: HeldOut, config: Config, folder: Path, log: RunLog, last_phase: str
-) -> dict[str, float]:
-    """Take the phases that are still to do, one after the other; returns the last held-out metrics."""
+def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path, log: RunLog, last_phase: str) -> None:
+    """Take the phases that are still to do, one after the other."""
     for step in steps(learner, "warm_start", config.warm_start_steps, config, folder):
         log.log("warm_start", step, warm_start_step(learner, step, config))
     if not learner.before:
-        learner.before = held_out_metrics(learner, held_out, config)
+        learner.before = learner.after = held_out_metrics(learner, held_out, config)
 
     if config.pretrains_values:
         for step in steps(learner, "value_pretraining", config.pretraining_steps, config, folder):
@@ -97,9 +95,8 @@ def run_phases(
         if not learner.is_past("value_pretraining"):
             export(learner.critic, folder / "pretrained_critic")
     if last_phase == "value_pretraining":
-        return learner.before
+        return
 
-    after = learner.before
     # An early end of value pretraining leaves steps out.
     log.progress.total_steps = log.progress.steps_done + config.steps - learner.steps_of("vapo")
     if learner.phase != "vapo":
@@ -107,14 +104,13 @@ def run_phases(
     for step in steps(learner, "vapo", config.steps, config, folder):
         metrics, samples, errors = vapo_step(learner, step, config)
         if step % config.eval_every == 0 or step == config.steps:
-            after = held_out_metrics(learner, held_out, config)
-            metrics |= after
+            learner.after = held_out_metrics(learner, held_out, config)
+            metrics |= learner.after
         log.log("vapo", step, metrics)
         log.samples("vapo", step, samples)
         note_errors(errors, log)
         if metrics.get("critic/lambda_policy/mean", 1.0) < 0.5:
             log.note(small_lambda_warning(config))
-    return after
 
 
 def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path) -> Iterator[int]:
