@@ -18,7 +18,7 @@ from vapo.learner import HELD_OUT_SEED, PHASES, Learner, choose_device, export, 
 from vapo.metrics import RunLog
 from vapo.sharding import distributed, gathered, rank, world_size
 from vapo.tasks import Problem, Task, load_task
-from vapo.trackers import open_trackers
+from vapo.trackers import check_trackers, open_trackers
 from vapo.value_pretraining import pretraining_step
 from vapo.vapo_step import small_lambda_warning, vapo_step
 from vapo.warm_start import warm_start_step
@@ -56,11 +56,12 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     checkpoint = latest_checkpoint(folder) if resume else None
     with distributed(device, config.dtype == "bfloat16") as device:
         check_shares(config)
+        check_trackers(config.trackers)
         task, held_out = load_tasks(config)
         learner = make_learner(config, task, device)
-        trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
         if checkpoint:
             learner.restore(checkpoint, config)
+        trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
         place = (learner.phase or PHASES[0], learner.step) if resume else None
         with RunLog(
             folder, config=asdict(config), total_steps=config.total_steps, resume_after=place, trackers=trackers

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from vapo.config import Config
+from vapo.effects import has_effect
 from vapo.live_view import clock
 from vapo.presets import PRESETS
 from vapo.report.curves import INK, QUIET, style_axes
@@ -138,6 +139,7 @@ def _describe(config: dict[str, Any], differing: list[str]) -> str:
     }
     nearest = min(changes, key=lambda preset: len(changes[preset]))
     others = {name: config[name] for name in differing if name in config and name not in _preset_settings()[nearest]}
+    others = {name: value for name, value in others.items() if _has_effect(config, name)}
     return ", ".join([nearest, *(f"{name}={value}" for name, value in (changes[nearest] | others).items())])
 
 
@@ -246,3 +248,12 @@ def _trailing_mean(values: np.ndarray, width: int) -> np.ndarray:
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - width)
     return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _has_effect(config: dict[str, Any], name: str) -> bool:
+    """Whether a setting did anything in a run; one that an older or newer version knows may have."""
+    known = {field.name for field in fields(Config)}
+    settings = {field: tuple(value) if isinstance(value, list) else value for field, value in config.items()}
+    return name not in known or has_effect(
+        Config(**{field: settings[field] for field in known & settings.keys()}), name
+    )
