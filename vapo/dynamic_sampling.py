@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vapo.packing import token_indices
 from vapo.rollout import Collected
-from vapo.sharding import max_over_ranks
+from vapo.sharding import max_over_ranks, mean_over_ranks
 from vapo.tasks import Problem
 from vapo.types import Rollout
 
@@ -22,7 +22,7 @@ class Sampled(NamedTuple):
         problems: P problems.
         collected: Their P · group_size responses, texts and errors.
         rounds: How often was sampled.
-        informative: Share of all sampled groups in which responses differ in being correct.
+        informative: Share of all sampled groups, over all ranks, in which responses differ in being correct.
     """
 
     problems: list[Problem]
@@ -64,7 +64,7 @@ def sample_informative(
         [problems[group] for group in chosen],
         take_groups(join(parts), chosen),
         len(parts),
-        is_informative.float().mean().item(),
+        mean_over_ranks(is_informative.float()),
     )
 
 

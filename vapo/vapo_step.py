@@ -167,7 +167,7 @@ def sampling_metrics(sampled: Sampled, config: Config) -> dict[str, float]:
     if config.dynamic_sampling:
         metrics |= {
             "rollout/rounds": float(sampled.rounds),
-            "rollout/informative_groups": mean_over_ranks(torch.tensor([sampled.informative])),
+            "rollout/informative_groups": sampled.informative,
         }
     return metrics
 
