@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
@@ -119,6 +120,7 @@ class Learner:
             "before": self.before,
             "after": self.after,
             "task": self.task.state_dict(),
+            "device": self.policy.device.type,
             "generators": gather_objects(generator_states(self.generators.by_name)),
         }
         save_checkpoint(
@@ -137,12 +139,12 @@ class Learner:
         load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
         self.step, self.before, self.after = state["step"], state["before"], state["after"]
         self.task.load_state_dict(state["task"])
-        states = state["generators"]
-        restore_generators(self.generators.by_name, states[rank() % len(states)])
-        if len(states) != world_size():
-            # Another number of ranks: no rank may repeat what another one draws.
+        states, generators = state["generators"], self.generators.by_name
+        if len(states) != world_size() or state["device"] != self.policy.device.type:
+            # On another number of ranks none may repeat what another one draws; another device has other generators.
             purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
-            self.generators.sampling.manual_seed(seed_for(purpose, rank()))
+            generators.pop("sampling").manual_seed(seed_for(purpose, rank()))
+        restore_generators(generators, states[rank() % len(states)])
 
     def export(self, folder: Path) -> None:
         """Write ``policy/``, with its tokenizer, and ``critic/`` as folders that ``from_pretrained`` loads."""
@@ -214,7 +216,14 @@ def seed_for(purpose: str, seed: int) -> int:
 
 
 def export(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model, whole, as transformers' folder; every rank takes part, the first one writes."""
+    """Write a model, whole, as transformers' folder; every rank takes part, the first one writes.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     state = full_state_dict(model)
     if rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        except SafetensorError as error:
+            raise OSError(None, f"{folder} could not be written: {error}") from error
