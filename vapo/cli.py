@@ -98,7 +98,7 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line; returns the exit status: 0, 1 for a failed write, 2 for bad input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -124,6 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"vapo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nvapo: interrupted", file=sys.stderr)
+        return 130
 
 
 def _train(command: Train, config: Config, *, last_phase: str) -> int:
@@ -132,27 +135,42 @@ def _train(command: Train, config: Config, *, last_phase: str) -> int:
     if command.dry_run:
         print(json.dumps(asdict(config), indent=2), flush=True)
         return 0
-    folder = Path(command.resume) if command.resume else _run_folder(command, config)
+    # Idle OpenMP threads that spin halve the speed of a machine with other work; to be said before torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from transformers.utils import logging
+
+    from vapo.learner import choose_device
+    from vapo.sharding import distributed, on_first_rank, rank
+
+    logging.disable_progress_bar()
+    with distributed(choose_device(config), alone=config.dtype == "bfloat16"):
+        # Ranks that each looked for a fresh name could find different ones.
+        folder = on_first_rank(lambda: Path(command.resume) if command.resume else _run_folder(command, config))
+        if rank() == 0:
+            print(f"run folder: {folder}", flush=True)
+        return _run(config, folder, resume=bool(command.resume), last_phase=last_phase)
+
+
+def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
+    from vapo.trainer import train
+
     existed = (folder / "config.json").exists()
+    goes_on = f"`vapo train --resume {folder}` goes on from its newest checkpoint"
     try:
-        # Idle OpenMP threads that spin halve the speed of a machine with other work; to be said before torch loads.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from transformers.utils import logging
-
-        from vapo.trainer import train
-
-        logging.disable_progress_bar()
-        print(f"run folder: {folder}")
-        train(config, folder, resume=bool(command.resume), last_phase=last_phase)
+        train(config, folder, resume=resume, last_phase=last_phase)
     except ValueError as error:
         if not existed and (folder / "config.json").exists():
             # Once the run records itself, its settings are fine: what goes wrong is a defect and keeps its traceback.
             raise RuntimeError(f"the run in {folder} failed") from error
         raise
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
+        print(f"vapo: the run stopped: {reason}; {goes_on}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print(
-            f"\nvapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint", file=sys.stderr
-        )
+        print(f"\nvapo: interrupted; {goes_on}", file=sys.stderr)
         return 130
     return 0
 

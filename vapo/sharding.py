@@ -42,18 +42,23 @@ def start_process_group(device: torch.device) -> None:
 def distributed(device: torch.device, alone: bool) -> Iterator[torch.device]:
     """Be in torchrun's process group for the length of the block and give this rank's device.
 
+    Within another such block it stays in that one's group.
+
     Args:
         device: "cuda" or "cpu".
         alone: Whether to form a group of one without torchrun: mixed precision goes through sharding.
     """
-    start_process_group(device)
+    is_inner = dist.is_initialized()
+    if not is_inner:
+        start_process_group(device)
     if alone and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     finally:
-        stop_process_group()
+        if not is_inner:
+            stop_process_group()
 
 
 def stop_process_group() -> None:
