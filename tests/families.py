@@ -23,8 +23,9 @@ _SMALL = dict(
 )
 _CHANGES = {
     # A window shorter than the sequences, and a cap that shows.
-    "gemma2": dict(sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-    "gpt2": dict(activation_function="gelu_new"),
+    "gemma2": dict(sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8, tie_word_embeddings=False),
+    # GPT-2 knows no grouped queries.
+    "gpt2": dict(num_key_value_heads=4),
 }
 # Gemma 2 caps its attention scores, which SDPA cannot.
 ATTENTIONS = {"qwen3": ("sdpa", "eager"), "llama": ("sdpa", "eager"), "gpt2": ("sdpa", "eager"), "gemma2": ("eager",)}

@@ -261,9 +261,9 @@ def generate_padded(
     generator: torch.Generator | None,
 ) -> list[Tensor]:
     """Engine "transformers": ``policy.generate`` over a left-padded batch."""
-    input_ids, is_token = (tensor.to(policy.device) for tensor in _left_padded(prompts))
+    rows = [prompt for prompt in prompts for _ in range(group_size)]
+    input_ids, is_token = (tensor.to(policy.device) for tensor in _left_padded(rows))
     with _transformers_settings(policy, sampling, generator) as (settings, _):
-        settings.num_return_sequences = group_size
         # Ranks sample on their own: none waits for another's longest response.
         sequences = policy.generate(input_ids, settings, attention_mask=is_token.long(), synced_gpus=False)
     return [_cut(row, sampling) for row in sequences[:, input_ids.shape[1] :].cpu()]
