@@ -171,6 +171,7 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     critic = reference = None
     if config.has_critic:
         critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
+        check_vocabulary(critic, policy)
     if config.has_reference:
         reference = copy.deepcopy(policy).requires_grad_(False)
     learner = Learner(policy, critic, reference, tokenizer, task, sampling)
@@ -192,6 +193,17 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not available:
         raise ValueError("device must be auto or cpu where PyTorch sees no GPU; got 'cuda'")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def check_vocabulary(critic: PreTrainedModel, policy: PreTrainedModel) -> None:
+    """Refuse a critic that does not embed the policy's tokens.
+
+    Raises:
+        ValueError: If it has another number of embeddings.
+    """
+    found, expected = (model.get_input_embeddings().num_embeddings for model in (critic, policy))
+    if found != expected:
+        raise ValueError(f"the critic must embed the policy's {expected} tokens; got {found}")
 
 
 @torch.no_grad()

@@ -128,6 +128,7 @@ def test_only_flash_attention_takes_packed_rows():
 
 @pytest.mark.gpu
 def test_flash_attention_over_a_packed_row_is_each_response_alone(rollout):
+    pytest.importorskip("flash_attn")
     policy = tiny_model("llama", "flash_attention_2").to("cuda", torch.bfloat16)
     on_device = pack(
         rollout.prompt_ids.split(list(PROMPT_LENGTHS)),
