@@ -81,3 +81,14 @@ def test_statistics_of_a_masked_row_are_0(device):
     logits, mask = torch.randn(3, 70, device=device), torch.tensor([True, False, True], device=device)
     for x in token_logprobs_op(logits, torch.tensor([1, 2, 3], device=device), mask, None, 1.0):
         assert not x[..., 1].any() and x[..., 0].all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_kl_near_the_end_of_its_series(device, sign):
+    """The last terms weigh 4e-7 and 1e-5 there; a mean over many tokens has less rounding than that."""
+    x = sign * torch.linspace(0.235, 0.2499, 512)
+    zeros, ones = torch.zeros(512, device=device), torch.ones(512, device=device)
+    out = logprob_policy_loss(zeros, -x.to(device), zeros, ones, ref_logprobs=x.to(device))
+    exact = (torch.expm1(x.double()) - x.double()).mean().item()
+    assert out.kl.item() == pytest.approx(exact, rel=1.5e-7)
+    assert out.approx_kl.item() == pytest.approx(exact, rel=1.5e-7)
