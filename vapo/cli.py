@@ -204,7 +204,7 @@ def _parse_train(program: str, arguments: list[str]) -> tuple[Train, Config]:
     given = {name: getattr(command.config, name) for name in names}
     if not command.resume:
         return command, preset(name, **given)
-    if "--preset" in arguments or command.out:
+    if _value_of("--preset", arguments, default="") or command.out:
         raise ValueError("--resume takes the run's own preset and folder; got --preset or --out beside it")
     return command, _resumed_config(Path(command.resume), given)
 
