@@ -55,12 +55,12 @@ def evaluate_model(
     settings = Path(run) / "config.json"
     is_run = (Path(run) / "policy").is_dir()
     saved = json.loads(settings.read_text(encoding="utf-8")) if is_run else {}
-    name = task or saved.get("task", "")
+    name = task or saved.get("eval_task") or saved.get("task", "")
     if not name:
         raise ValueError(f"task must be given for a model that is no run; got none for {run}")
     place = choose_device(Config(device=device))
     # Another file than the run's is held out as a whole.
-    split = "held-out" if task and task != saved.get("task") else "eighth"
+    split = "held-out" if name != saved.get("task") else "eighth"
     loaded = load_task(name, reward=reward or saved.get("reward", ""), split=split)
     policy, tokenizer = load_policy(
         str(Path(run) / "policy") if is_run else run, loaded, seed=0, attention="sdpa", gradient_checkpointing=False
