@@ -6,50 +6,117 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 
 import vapo.trainer
-from vapo.cli import main
-from vapo.presets import preset
+from vapo.cli import RESUMABLE, main
+from vapo.config import Config
+from vapo.metrics import RunLog
+from vapo.presets import PRESETS, preset
 
 
 def options(settings):
-    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    """Settings as they are given on the command line."""
+    words = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", *(value if isinstance(value, tuple) else [str(value)])]
+    return words
 
 
-def test_dry_run_prints_the_embedded_jobs_settings(capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def runs(monkeypatch):
+    """What `train` was called with, instead of a run: a list of (config, folder, resume, last phase)."""
+    calls = []
+    monkeypatch.setattr(
+        vapo.trainer,
+        "train",
+        lambda config, folder, *, resume, last_phase: calls.append((config, folder, resume, last_phase)),
+    )
+    return calls
+
+
+@pytest.fixture
+def earlier_run(tmp_path):
+    """The folder of a run with a few settings of its own."""
+    config = preset("ppo", seed=5, stop=("#",), trackers=("tensorboard",))
+    with RunLog(tmp_path / "run", config=asdict(config), total_steps=1):
+        pass
+    return tmp_path / "run", config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dry_run_prints_the_settings_of_a_preset(capsys, monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out) == asdict(preset("embedded"))
+    assert main(["train", "--dry-run", "--preset", name]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(preset(name))))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("order", [["--preset", "ppo", "--alpha", "2"], ["--alpha", "2", "--preset=ppo"]])
+def test_without_a_preset_it_is_vapo(capsys):
+    assert main(["train", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(preset("vapo"))))
+
+
+@pytest.mark.parametrize("order", [["--preset", "ppo", "--kl-weight", "2"], ["--kl-weight=2", "--preset=ppo"]])
 def test_options_win_over_the_preset(capsys, order):
     assert main(["train", "--dry-run", "--no-whiten-advantages", *order]) == 0
-    assert json.loads(capsys.readouterr().out) == asdict(preset("ppo", alpha=2.0, whiten_advantages=False))
+    expected = preset("ppo", kl_weight=2.0, whiten_advantages=False)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(expected)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"task": "knights-knaves", "seed": 3},
+        {"task": "rows.jsonl", "model": "a/model", "attention": "eager"},
+        {"dual_clip": 3.0, "value_clip": 0.5, "stop": ("#", "="), "trackers": ("tensorboard", "trackio")},
+        {"group_sampling": False, "dtype": "bfloat16"},
+    ],
+)
+def test_what_is_given_reaches_the_run(runs, tmp_path, given):
+    assert main(["train", "--out", str(tmp_path / "run"), *options(given)]) == 0
+    assert runs == [(preset("vapo", **given), tmp_path / "run", False, "vapo")]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "vapo: command must be train; got 'trian'"),
-        (["train", "--preset", "vappo"], "vapo: --preset must be one of embedded, vapo, vc_ppo, ppo; got 'vappo'"),
+        (["trian"], "vapo: command must be train, pretrain-value, evaluate or report; got 'trian'"),
+        (
+            ["train", "--preset", "vappo"],
+            "vapo: --preset must be one of vapo, vc_ppo, ppo, grpo, dapo; got 'vappo'",
+        ),
         (["train", "--alpah", "1"], "vapo: Unrecognized options: --alpah, 1. Perhaps you meant --alpha?"),
         (["train", "--alpha", "x"], "vapo: Error parsing --alpha: could not convert string to float: 'x'"),
         (["train", "--alpha"], "vapo: Missing value for argument '--alpha'. Expected 1 values."),
         (["train", "--group-size", "0"], "vapo: group_size must be an integer >= 1; got 0"),
-        (["train", "--task", "chess"], "vapo: task must be one of running-total; got 'chess'"),
         (["train", "--seed", "1.5"], "vapo: Error parsing --seed: invalid literal for int() with base 10: '1.5'"),
+        (
+            ["train", "--preset", "grpo", "--alpha", "2"],
+            "vapo: alpha has no effect where advantage_estimator is 'group'; got 2.0",
+        ),
+        (
+            ["pretrain-value", "--preset", "dapo"],
+            "vapo: pretrain-value needs a critic and value_pretraining; the preset or the options switch it off",
+        ),
+        (
+            ["pretrain-value", "--no-value-pretraining"],
+            "vapo: pretrain-value needs a critic and value_pretraining; the preset or the options switch it off",
+        ),
     ],
 )
-def test_a_typo_is_one_line_and_status_2(capsys, arguments, message):
+def test_a_typo_is_one_line_and_status_2(capsys, arguments, message, runs):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err == message + "\n"
     assert captured.out == ""
+    assert runs == []
 
 
 def test_a_used_folder_is_refused_and_left_alone(capsys, tmp_path):
@@ -59,15 +126,26 @@ def test_a_used_folder_is_refused_and_left_alone(capsys, tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("metrics.jsonl", "mine")]
 
 
-def test_settings_that_the_task_refuses_are_a_typo_too(capsys, tmp_path):
-    assert main(["train", "--eval-problems", "5000", "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == (
-        "vapo: count must be in [0, 4000] for held-out problems and >= 0 otherwise; got 5000\n"
-    )
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--eval-problems", "5000"], "count must be >= 0 and <= 4000 for held-out problems; got 5000"),
+        (["--trackers", "excel"], "trackers must be among tensorboard, trackio, wandb; got 'excel'"),
+        (["--task", "chess", "--model", "tiny"], "task must be one of running-total, knights-knaves, reasoning-gym:"),
+        (["--stop", "no such word"], "a stop string must be one token of the tokenizer; got 'no such word'"),
+        (["--critic", "no/such/critic/here"], "a model must be a folder or a hub id that loads; got 'no/such"),
+    ],
+)
+def test_settings_that_the_task_or_the_model_refuses_are_a_typo_too(capsys, tmp_path, given, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["train", *given, "--out", str(tmp_path / "run")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"vapo: {message}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_defect_during_the_run_keeps_its_traceback(monkeypatch, tmp_path):
-    def broken(config, folder):
+    def broken(config, folder, *, resume, last_phase):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise ValueError("mask must be bool")
@@ -78,23 +156,177 @@ def test_a_defect_during_the_run_keeps_its_traceback(monkeypatch, tmp_path):
     assert str(error.value.__cause__) == "mask must be bool"
 
 
-def test_help_lists_every_setting(capsys):
+@pytest.mark.parametrize("command", ["train", "pretrain-value"])
+def test_help_lists_every_setting(capsys, command):
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--help"])
+        main([command, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in text for name in asdict(preset("embedded")))
-    assert main(["--help"]) == 0
-    assert "vapo train --dry-run" in capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in text for name in asdict(Config()))
+    assert all(f"--{name}" in text for name in ("preset", "out", "resume", "dry-run"))
 
 
-def test_a_run_without_out_gets_a_fresh_folder(capsys, monkeypatch, tmp_path, small_settings):
+def test_usage_names_every_command(capsys):
+    assert main(["--help"]) == main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"vapo {command}" in text for command in ("train", "pretrain-value", "evaluate", "report"))
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()[0].isdigit()
+
+
+def test_a_run_without_out_gets_a_fresh_folder(monkeypatch, tmp_path, runs):
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert main(["train", "--preset", "ppo", *options(small_settings | {"steps": 1})]) == 0
-    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert folders == ["running-total-ppo-seed0", "running-total-ppo-seed0-2"]
-    assert "held-out accuracy" in capsys.readouterr().out
+    (tmp_path / "runs" / "running-total-ppo-seed0").mkdir(parents=True)
+    for arguments in (
+        ["--preset", "ppo"],
+        ["--seed", "2"],
+        ["--task", "reasoning-gym:basic_arithmetic", "--model", "a/model"],
+        ["--task", "data/a.jsonl,data/b.jsonl", "--model", "a/model"],
+    ):
+        assert main(["train", *arguments]) == 0
+    assert [folder.as_posix() for _, folder, *_ in runs] == [
+        "runs/running-total-ppo-seed0-2",
+        "runs/running-total-vapo-seed2",
+        "runs/basic_arithmetic-vapo-seed0",
+        "runs/a-vapo-seed0",
+    ]
+
+
+def test_pretrain_value_ends_with_the_critic(runs, tmp_path):
+    assert main(["pretrain-value", "--out", str(tmp_path / "run"), "--seed", "4"]) == 0
+    assert runs == [(preset("vapo", seed=4), tmp_path / "run", False, "value_pretraining")]
+
+
+def test_a_resumed_run_keeps_its_settings(earlier_run, runs):
+    folder, config = earlier_run
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert runs == [(config, folder, True, "vapo")]
+
+
+CHANGES = {
+    "steps": 77,
+    "eval_every": 3,
+    "checkpoint_every": 7,
+    "keep_checkpoints": 5,
+    "logged_samples": 9,
+    "trackers": ("trackio",),
+    "device": "cpu",
+    "threads": 1,
+    "reward_timeout": 3.0,
+}
+
+
+@pytest.mark.parametrize("field", RESUMABLE)
+def test_what_does_not_change_the_results_may_be_given_anew(earlier_run, runs, field):
+    folder, config = earlier_run
+    assert main(["train", "--resume", str(folder), *options({field: CHANGES[field]})]) == 0
+    assert asdict(runs[0][0]) == asdict(config) | {field: CHANGES[field]}
+
+
+def other_value(config, name):
+    """Another value of a field, of its kind."""
+    value = getattr(config, name)
+    choices = {
+        "dtype": "bfloat16",
+        "attention": "eager",
+        "advantage_estimator": "group",
+        "truncated": "mask",
+        "engine": "transformers",
+    }
+    if name in choices:
+        return choices[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return ("another",)
+    if isinstance(value, str):
+        return "another"
+    return 0.625 if value is None or isinstance(value, float) else value + 1
+
+
+@pytest.mark.parametrize("field", sorted({field.name for field in fields(Config)} - set(RESUMABLE)))
+def test_what_changes_the_results_is_refused_by_name(earlier_run, runs, capsys, field):
+    folder, config = earlier_run
+    saved, given = getattr(config, field), other_value(config, field)
+    assert main(["train", "--resume", str(folder), *options({field: given})]) == 2
+    expected = f"a resumed run keeps its settings, but {field} (the run has {saved!r}, got {given!r}) would change"
+    assert capsys.readouterr().err == f"vapo: {expected}\n"
+    assert runs == []
+
+
+def test_every_field_that_would_change_is_named(earlier_run, capsys):
+    folder, config = earlier_run
+    given = {"seed": 6, "gamma": 0.5, "steps": 3}
+    assert main(["train", "--resume", str(folder), *options(given)]) == 2
+    error = capsys.readouterr().err
+    assert "seed (the run has 5, got 6), gamma (the run has 1.0, got 0.5) would change" in error
+    assert "steps" not in error
+    # The value that the run has may be said again.
+    assert main(["train", "--resume", str(folder), "--seed", "5", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(config)))
+
+
+@pytest.mark.parametrize("extra", [["--preset", "ppo"], ["--preset=ppo"], ["--out", "elsewhere"]])
+def test_resume_takes_no_other_preset_or_folder(earlier_run, runs, capsys, extra):
+    folder, _ = earlier_run
+    assert main(["train", "--resume", str(folder), *extra]) == 2
+    expected = "--resume takes the run's own preset and folder; got --preset or --out beside it"
+    assert capsys.readouterr().err == f"vapo: {expected}\n"
+    assert runs == []
+
+
+def test_a_folder_without_a_run_is_not_resumed(capsys, tmp_path):
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    expected = f"--resume must be the folder of a run; got {tmp_path}, which has no config.json"
+    assert capsys.readouterr().err == f"vapo: {expected}\n"
+
+
+def test_evaluate_prints_a_line_for_each_number(capsys, monkeypatch):
+    seen = {}
+
+    def evaluated(**settings):
+        seen.update(settings)
+        return {"val/accuracy_sampled": 0.123456, "val/pass@2": 1.0}
+
+    monkeypatch.setattr("vapo.evaluate_model.evaluate_model", evaluated)
+    assert main(["evaluate", "some/run", "--samples", "2", "--problems", "7", "--top-p", "0.7"]) == 0
+    assert capsys.readouterr().out == "val/accuracy_sampled  0.1235\nval/pass@2            1\n"
+    assert seen == {
+        "run": "some/run",
+        "task": "",
+        "reward": "",
+        "problems": 7,
+        "samples": 2,
+        "temperature": 1.0,
+        "top_p": 0.7,
+        "max_new_tokens": 0,
+        "seed": 0,
+        "device": "auto",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate"], "vapo: "),
+        (["evaluate", "R", "--problems", "0"], "vapo: problems must be >= 1; got 0\n"),
+        (["evaluate", "R", "--samples", "0"], "vapo: samples must be >= 1; got 0\n"),
+        (["evaluate", "R"], "vapo: task must be given for a model that is no run; got none for R\n"),
+        (["report"], "vapo: "),
+    ],
+)
+def test_evaluate_and_report_complain_in_one_line(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message) and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_report_compares_runs(capsys, monkeypatch):
+    monkeypatch.setattr("vapo.report.compare", lambda runs, picture: f"{[str(run) for run in runs]} {picture}")
+    assert main(["report", "runs/a", "runs/b", "--out", "both.png"]) == 0
+    assert capsys.readouterr().out == "['runs/a', 'runs/b'] both.png\n"
 
 
 def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings):
@@ -127,7 +359,8 @@ def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings
         process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert errors.strip().splitlines()[-1] == f"vapo: interrupted; what was measured is in {folder}"
+    expected = f"vapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint"
+    assert errors.strip().splitlines()[-1] == expected
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["phase"] == "vapo"
     assert (folder / "curves.png").stat().st_size > 0

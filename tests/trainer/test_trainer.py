@@ -9,54 +9,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vapo.trainer
-import vapo.value_pretraining
+from vapo.config import Config
+from vapo.learner import Learner
 from vapo.metrics import RunLog
-from vapo.models import critic_from_policy, load_critic, tiny_policy
+from vapo.models import load_critic, tiny_policy, value_head
+from vapo.presets import PRESETS, preset
+from vapo.tasks import Problem, Verdict
 from vapo.tasks.running_total import RunningTotal
-from vapo.trainer import (
-    batch_metrics,
-    choose_device,
-    make_generators,
-    make_learner,
-    sample_rows,
-    seed_for,
-    small_lambda_warning,
-    train,
-    vapo_step,
-)
-from vapo.types import Batch
+from vapo.trainer import check_shares, held_out_metrics, load_tasks, train
 
-STEP_METRICS = {
-    "actor/pg_loss",
-    "actor/nll_loss",
-    "actor/entropy",
-    "actor/ppo_kl",
-    "actor/pg_clipfrac",
-    "actor/grad_norm",
-    "critic/vf_loss",
-    "critic/vf_explained_var",
-    "critic/grad_norm",
-    "critic/rewards/mean",
-    "critic/score/mean",
-    "critic/lambda_policy/mean",
-    "critic/lambda_policy/min",
-    "critic/lambda_policy/max",
-    "response_length/mean",
-    "response_length/max",
-    "response_length/min",
-    "response_length/clip_ratio",
-    "timing_s/gen",
-    "timing_s/old_log_prob",
-    "timing_s/adv",
-    "timing_s/update_actor",
-    "timing_s/update_critic",
-    "timing_s/step",
-    "perf/throughput",
-}
+OPTIONS = {"attention": "sdpa", "gradient_checkpointing": False}
 
 
 def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_config(folder):
+    saved = json.loads((folder / "config.json").read_text())
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
 def without_times(folder):
@@ -64,12 +35,21 @@ def without_times(folder):
     return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines]
 
 
+def places(folder):
+    return [(line["phase"], line["step"]) for line in read_metrics(folder)]
+
+
+@pytest.fixture
+def all_correct(monkeypatch):
+    """Every finished response is correct, so that there is something to learn."""
+    monkeypatch.setattr(RunningTotal, "score", lambda _, problems, texts: [Verdict(1.0, True) for _ in texts])
+
+
 def test_a_run_leaves_its_record_and_its_models(small_config, task, tmp_path):
     folder = tmp_path / "run"
     after = train(small_config, folder)
     lines = read_metrics(folder)
-    places = [(line["phase"], line["step"]) for line in lines]
-    assert places == [
+    assert places(folder) == [
         ("warm_start", 1),
         ("warm_start", 2),
         ("value_pretraining", 1),
@@ -77,17 +57,17 @@ def test_a_run_leaves_its_record_and_its_models(small_config, task, tmp_path):
         ("vapo", 1),
         ("vapo", 2),
     ]
-    assert lines[-1].keys() >= STEP_METRICS | after.keys()
     assert {name: lines[-1][name] for name in after} == after
-    assert json.loads((folder / "config.json").read_text())["num_prompts"] == 2
+    assert Config(**saved_config(folder)) == small_config
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * 4
     assert {"prompt", "response", "reward", "is_correct", "advantage_min", "advantage_max"} <= samples[0].keys()
     assert (folder / "curves.png").stat().st_size > 0
+    assert any((folder / "checkpoints").iterdir())
     policy = AutoModelForCausalLM.from_pretrained(folder / "policy")
     assert policy.num_parameters() == tiny_policy(task.tokenizer, 0).num_parameters()
     assert len(AutoTokenizer.from_pretrained(folder / "policy")) == len(task.tokenizer)
-    assert load_critic(folder / "critic", torch.device("cpu")).score.weight.shape == (1, 96)
+    assert value_head(load_critic(folder / "critic", **OPTIONS)).weight.shape == (1, 96)
 
 
 def test_same_seed_same_metrics_and_another_seed_others(small_config, tmp_path):
@@ -98,30 +78,153 @@ def test_same_seed_same_metrics_and_another_seed_others(small_config, tmp_path):
     assert without_times(tmp_path / "a") != without_times(tmp_path / "c")
 
 
-def test_without_value_pretraining_the_phase_is_left_out(small_config, tmp_path):
-    train(replace(small_config, value_pretraining=False, steps=1), tmp_path / "run")
-    assert {line["phase"] for line in read_metrics(tmp_path / "run")} == {"warm_start", "vapo"}
-    assert not (tmp_path / "run" / "pretrained_critic").exists()
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_runs_from_end_to_end(name, small_settings, tmp_path):
+    unused = {"vapo": (), "vc_ppo": ()}.get(
+        name, ("pretraining_steps", "pretraining_prompts", "pretraining_mini_batches")
+    )
+    given = {field: value for field, value in small_settings.items() if field not in unused}
+    config = preset(name, **given | {"steps": 1, "warm_start_steps": 1})
+    train(config, tmp_path / "run")
+    assert places(tmp_path / "run")[-1] == ("vapo", 1)
+    assert (tmp_path / "run" / "critic").exists() == config.has_critic
+    assert (tmp_path / "run" / "pretrained_critic").exists() == (name in ("vapo", "vc_ppo"))
 
 
-def test_rl_starts_from_the_pretrained_critic_with_fresh_optimisers(small_config, tmp_path, monkeypatch):
-    handed_over = []
+@pytest.mark.parametrize(
+    ("changes", "phases"),
+    [
+        ({"value_pretraining": False}, ["warm_start", "warm_start", "vapo", "vapo"]),
+        ({"advantage_estimator": "group"}, ["warm_start", "warm_start", "vapo", "vapo"]),
+        ({"warm_start_steps": 0}, ["value_pretraining", "vapo", "vapo"]),
+        ({"steps": 0}, ["warm_start", "warm_start", "value_pretraining", "vapo"]),
+    ],
+)
+def test_a_phase_that_is_switched_off_is_left_out(small_config, tmp_path, changes, phases):
+    config = replace(small_config, **{"steps": 1, **changes})
+    train(config, tmp_path / "run")
+    assert [phase for phase, _ in places(tmp_path / "run")] == phases
+    assert (tmp_path / "run" / "pretrained_critic").exists() == ("value_pretraining" in phases)
 
-    def record(policy, critic, config):
-        learner = make_learner(policy, critic, config)
-        handed_over.append({name: weight.clone() for name, weight in critic.state_dict().items()})
-        assert not learner.critic_optimizer.state
-        return learner
 
-    # Every finished response is correct, so that there is something to learn.
-    monkeypatch.setattr(RunningTotal, "is_correct", lambda *_: True)
-    monkeypatch.setattr(vapo.trainer, "make_learner", record)
-    train(replace(small_config, pretraining_prompts=16), tmp_path / "run")
-    checkpoint = load_critic(tmp_path / "run" / "pretrained_critic", torch.device("cpu")).state_dict()
-    final = load_critic(tmp_path / "run" / "critic", torch.device("cpu")).state_dict()
+def test_rl_starts_from_the_pretrained_critic_with_fresh_optimisers(small_config, tmp_path, monkeypatch, all_correct):
+    begin, handed_over = Learner.begin, []
+
+    def record(learner, phase, config):
+        begin(learner, phase, config)
+        if phase == "vapo":
+            handed_over.append({name: weight.clone() for name, weight in learner.critic.state_dict().items()})
+            assert not learner.critic_optimizer.state
+
+    monkeypatch.setattr(Learner, "begin", record)
+    train(replace(small_config, pretraining_prompts=16, critic_lr=1e-3), tmp_path / "run")
+    checkpoint = load_critic(tmp_path / "run" / "pretrained_critic", **OPTIONS).state_dict()
+    final = load_critic(tmp_path / "run" / "critic", **OPTIONS).state_dict()
     assert all(torch.equal(weight, handed_over[0][name]) for name, weight in checkpoint.items())
     assert checkpoint["score.weight"].any()
     assert not torch.equal(checkpoint["score.weight"], final["score.weight"])
+
+
+@pytest.mark.parametrize("folder", ["critic_run", "critic_run/pretrained_critic"])
+def test_a_pretrained_critic_is_where_another_run_starts(small_config, tmp_path, all_correct, monkeypatch, folder):
+    config = replace(small_config, pretraining_prompts=16, critic_lr=1e-3)
+    train(config, tmp_path / "critic_run", last_phase="value_pretraining")
+    # The run ends with the critic; nothing of RL is there.
+    assert [phase for phase, _ in places(tmp_path / "critic_run")] == ["warm_start"] * 2 + ["value_pretraining"]
+    wanted = load_critic(tmp_path / "critic_run" / "pretrained_critic", **OPTIONS)
+    assert value_head(wanted).weight.any()
+
+    make_learner, starts = vapo.trainer.make_learner, []
+
+    def record(*arguments):
+        learner = make_learner(*arguments)
+        starts.append(value_head(learner.critic).weight.clone())
+        return learner
+
+    monkeypatch.setattr(vapo.trainer, "make_learner", record)
+    other = replace(config, critic=str(tmp_path / folder), value_pretraining=False, steps=1)
+    train(other, tmp_path / "run")
+    assert torch.equal(starts[0], value_head(wanted).weight)
+
+
+@pytest.mark.parametrize(("explained", "num_rollouts"), [([0.1, 0.4, 0.7, 0.9], 3), ([0.1] * 4, 4)])
+def test_value_pretraining_stops_on_explained_variance_or_on_the_step_limit(
+    small_config, tmp_path, monkeypatch, capsys, explained, num_rollouts
+):
+    logs = []
+
+    class KeptLog(RunLog):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            logs.append(self)
+
+    remaining = iter(explained)
+    monkeypatch.setattr(vapo.trainer, "RunLog", KeptLog)
+    monkeypatch.setattr(
+        vapo.trainer, "pretraining_step", lambda *_: ({"critic/pretrain/vf_explained_var": next(remaining)}, [])
+    )
+    train(replace(small_config, pretraining_steps=4, pretraining_target=0.6), tmp_path / "run")
+    assert [phase for phase, _ in places(tmp_path / "run")].count("value_pretraining") == num_rollouts
+    # Steps that an early end leaves out are not waited for.
+    assert logs[0].progress.steps_done == logs[0].progress.total_steps == 2 + num_rollouts + 2
+    output = " ".join(capsys.readouterr().out.split())
+    told = "value pretraining ended at its limit of 4 rollouts: explained variance 0.10, target 0.6"
+    assert (told in output) == (num_rollouts == 4)
+
+
+def test_evaluations_are_every_so_many_steps_and_at_both_ends(small_config, tmp_path):
+    train(replace(small_config, steps=5, eval_every=2, warm_start_steps=0), tmp_path / "run")
+    evaluated = [
+        (line["phase"], line["step"]) for line in read_metrics(tmp_path / "run") if "val/accuracy_sampled" in line
+    ]
+    assert evaluated == [("vapo", 0), ("vapo", 2), ("vapo", 4), ("vapo", 5)]
+
+
+def test_every_evaluation_meets_the_same_random_numbers(small_config, learner_of):
+    config = replace(small_config, eval_problems=20)
+    learner, held_out = learner_of(config), load_tasks(config)[1]
+    first = held_out_metrics(learner, held_out, config)
+    torch.rand(1, generator=learner.generators.sampling)
+    assert held_out_metrics(learner, held_out, config) == first
+    other = replace(config, seed=1)
+    assert held_out_metrics(learner, held_out, other) != first
+    # Problems do not depend on the seed.
+    assert load_tasks(other)[1].problems == held_out.problems
+
+
+def test_evaluation_has_a_top_p_of_its_own(small_config, learner_of, monkeypatch):
+    config = replace(small_config, eval_top_p=0.7, top_p=0.9, top_k=3, temperature=0.8, eval_samples=2)
+    seen = {}
+    monkeypatch.setattr(vapo.trainer, "evaluate", lambda *_, **settings: seen.update(settings) or {})
+    held_out_metrics(learner_of(config), load_tasks(config)[1], config)
+    sampling = seen["sampling"]
+    assert (sampling.top_p, sampling.top_k, sampling.temperature, seen["samples"]) == (0.7, 0, 0.8, 2)
+
+
+def test_held_out_problems_are_scored_by_their_own_task(small_config, tmp_path):
+    for name, count in (("train", 16), ("test", 5)):
+        rows = [{"prompt": f"{name} {number}", "answer": str(number)} for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"task": str(tmp_path / "train.jsonl"), "eval_task": str(tmp_path / "test.jsonl")}
+    task, held_out = load_tasks(replace(small_config, **paths, eval_problems=5))
+    assert task is not held_out.task
+    assert sorted(problem.prompt for problem in held_out.problems) == [f"test {number}" for number in range(5)]
+    # All rows of the other file train.
+    trained = {problem.prompt for problem in task.problems(16, random.Random(0))}
+    assert len(trained) == 16
+    task, held_out = load_tasks(small_config)
+    assert task is held_out.task and len(held_out.problems) == 4
+
+
+def test_the_verifier_of_the_held_out_problems_has_its_say(small_config, learner_of):
+    class Lenient(RunningTotal):
+        def score(self, problems, responses):
+            return [Verdict(1.0, True) for _ in responses]
+
+    learner = learner_of(small_config)
+    learner.sampling = replace(learner.sampling, stop_token_ids=tuple(range(21)))
+    held_out = vapo.trainer.HeldOut(Lenient(), [Problem("5 +2 =", "7")] * 3)
+    assert held_out_metrics(learner, held_out, small_config)["val/accuracy_sampled"] == 1.0
 
 
 def test_a_folder_with_a_run_is_refused(small_config, tmp_path):
@@ -129,6 +232,12 @@ def test_a_folder_with_a_run_is_refused(small_config, tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl"):
         train(small_config, tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_folder_without_a_run_is_not_resumed(small_config, tmp_path):
+    with pytest.raises(ValueError, match=r"must hold a run to resume; got no config\.json there"):
+        train(small_config, tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("alpha", "is_warned"), [(0.05, True), (1e6, False)])
@@ -139,95 +248,31 @@ def test_a_small_lambda_is_pointed_out(small_config, tmp_path, capsys, alpha, is
     assert output.count("mean λ_policy of a batch fell below 0.5") == is_warned
 
 
-def test_the_warning_names_its_cause(small_config):
-    fixed = replace(small_config, length_adaptive_gae=False, lam_policy=0.2)
-    assert "(α = 0.05 is small for responses this short; see critic/lambda_policy/mean)" in small_lambda_warning(
-        small_config
-    )
-    assert "(lam_policy = 0.2 for all; see critic/lambda_policy/mean)" in small_lambda_warning(fixed)
+def test_a_verifier_that_fails_is_told_of_and_does_not_end_the_run(small_config, tmp_path, capsys, monkeypatch):
+    def failing(self, problems, responses):
+        return [Verdict(0.0, False, "Traceback: no such column") for _ in responses]
+
+    monkeypatch.setattr(RunningTotal, "score", failing)
+    # Every token ends a response, so that the verifier sees it.
+    stop = tuple(RunningTotal().tokenizer.get_vocab())
+    train(replace(small_config, stop=tuple(word for word in stop if word != "<unk>")), tmp_path / "run")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a verifier failed on 4 responses, whose reward is 0; the first one:" in output
+    assert "Traceback: no such column" in output
+    assert read_metrics(tmp_path / "run")[-1]["reward/errors"] == 4
 
 
-def test_a_step_moves_both_models_by_their_own_optimisers(policy, task, small_config):
-    learner = make_learner(policy, critic_from_policy(policy), small_config)
-    assert learner.policy_optimizer.param_groups[0]["lr"] == small_config.actor_lr
-    assert learner.critic_optimizer.param_groups[0]["lr"] == small_config.critic_lr
-    before = policy.lm_head.weight.clone()
-    metrics, samples = vapo_step(learner, task, small_config, make_generators(0, torch.device("cpu")))
-    assert not torch.equal(policy.lm_head.weight, before)
-    assert metrics.keys() >= STEP_METRICS
-    assert len(samples) == 4
-    steps = [
-        {int(state["step"]) for state in optimizer.state.values()}
-        for optimizer in (learner.policy_optimizer, learner.critic_optimizer)
-    ]
-    assert steps == [{small_config.mini_batches}] * 2
+@pytest.mark.parametrize("name", ["num_prompts", "pretraining_prompts", "warm_start_batch", "eval_problems"])
+def test_a_rank_without_work_is_refused(small_config, monkeypatch, name):
+    config = replace(small_config, num_prompts=3, pretraining_prompts=3, warm_start_batch=3, eval_problems=3)
+    monkeypatch.setattr(vapo.trainer, "world_size", lambda: 3)
+    check_shares(config)
+    with pytest.raises(ValueError, match=f"^{name} must be >= the number of ranks, 3; got 2"):
+        check_shares(replace(config, **{name: 2}))
 
 
-def test_batch_metrics_by_hand(rollout):
-    returns = torch.tensor([1.0] * 3 + [0.0] * 3 + [1.0] * 5)
-    lam = torch.tensor([0.5, 0.0, 0.25, 0.75])
-    metrics = batch_metrics(Batch(rollout, returns, returns, returns, returns, lam))
-    assert metrics == pytest.approx(
-        {
-            "critic/score/mean": 0.5,
-            "critic/rewards/mean": 0.5,
-            "critic/vf_explained_var": 1.0,
-            "critic/lambda_policy/mean": 0.375,
-            "critic/lambda_policy/min": 0.0,
-            "critic/lambda_policy/max": 0.75,
-            "response_length/mean": 2.75,
-            "response_length/min": 1,
-            "response_length/max": 5,
-            "response_length/clip_ratio": 0.0,
-        }
-    )
-
-
-def test_sample_rows_pair_prompts_with_their_responses(rollout, task, small_config):
-    problems = task.problems(2, random.Random(0))
-    advantages = torch.arange(11.0)
-    batch = Batch(rollout, advantages, advantages, advantages, advantages, torch.zeros(4))
-    rows = sample_rows(batch, problems, ["a", "b", "c", "d"], replace(small_config, logged_samples=2))
-    assert [(row["prompt"], row["response"]) for row in rows] == [(problems[0].prompt, "a"), (problems[1].prompt, "c")]
-    assert [(row["reward"], row["is_correct"]) for row in rows] == [(1.0, True), (0.0, False)]
-    assert [(row["advantage_min"], row["advantage_max"]) for row in rows] == [(0.0, 2.0), (4.0, 5.0)]
-    assert sample_rows(batch, problems, ["a", "b", "c", "d"], replace(small_config, logged_samples=0)) == []
-
-
-def test_each_purpose_has_a_seed_of_its_own():
-    seeds = [seed_for(purpose, seed) for purpose in ("data", "sampling", "shuffling") for seed in range(3)]
-    assert len(set(seeds)) == 9
-
-
-def test_generators_repeat_with_the_seed_and_change_with_it():
-    def draws(seed):
-        generators = make_generators(seed, torch.device("cpu"))
-        tensors = [torch.rand(1, generator=each).item() for each in (generators.sampling, generators.shuffling)]
-        return [generators.data.random(), *tensors]
-
-    assert draws(0) == draws(0)
-    assert len({*draws(0), *draws(1)}) == 6
-
-
-def test_steps_left_out_by_an_early_end_are_not_waited_for(small_config, tmp_path, monkeypatch):
-    logs = []
-
-    class KeptLog(RunLog):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            logs.append(self)
-
-    monkeypatch.setattr(vapo.trainer, "RunLog", KeptLog)
-    train(replace(small_config, pretraining_steps=3, pretraining_target=1e-9), tmp_path / "all")
-    monkeypatch.setattr(vapo.value_pretraining, "explained_variance", lambda *_: torch.tensor(0.7))
-    train(replace(small_config, pretraining_steps=3), tmp_path / "one")
-    assert [log.progress.steps_done for log in logs] == [2 + 3 + 2, 2 + 1 + 2]
-    assert [log.progress.total_steps for log in logs] == [2 + 3 + 2, 2 + 1 + 2]
-
-
-def test_device_is_checked(small_config, monkeypatch):
-    assert choose_device(small_config) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(replace(small_config, device="auto")) == torch.device("cpu")
-    with pytest.raises(ValueError, match="device must be auto or cpu where PyTorch sees no GPU; got 'cuda'"):
-        choose_device(replace(small_config, device="cuda"))
+def test_bfloat16_trains_float32_parameters(small_config, tmp_path):
+    train(replace(small_config, dtype="bfloat16", steps=1, warm_start_steps=0), tmp_path / "run")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy", dtype="auto")
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert not torch.distributed.is_initialized()
