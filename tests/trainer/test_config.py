@@ -26,6 +26,11 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
     ("changes", "message"),
     [
         ({"clip_high": 0.1}, "clip_high must be >= clip_low = 0.2; got 0.1"),
+        (
+            {"attention": "flash_attention_2"},
+            "attention must be sdpa or eager where dtype is float32, which flash attention does not take;"
+            " got flash_attention_2",
+        ),
         ({"dual_clip": 1.0}, "dual_clip must be None or > 1; got 1.0"),
         (
             {"warm_start_steps": 220, "warm_start_clean_steps": 300},

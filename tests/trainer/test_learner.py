@@ -129,6 +129,16 @@ def test_the_reference_is_a_frozen_copy(learner_of, small_config):
     assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
 
 
+def test_the_reference_is_the_policy_as_rl_begins(learner_of, small_config):
+    config = replace(small_config, kl_weight=0.1)
+    learner = learner_of(config, "warm_start")
+    step(learner.policy_optimizer)
+    learner.begin("vapo", config)
+    weights = learner.reference.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in learner.policy.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
+
+
 def test_the_critic_is_zero_or_the_one_that_is_given(learner_of, small_config, critic, tmp_path):
     assert not value_head(learner_of(small_config).critic).weight.any()
     critic.save_pretrained(tmp_path / "critic")
