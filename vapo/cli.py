@@ -66,7 +66,8 @@ class Evaluate:
     """Evaluate a policy on held-out problems."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """Folder of a run, whose settings hold, or a hub id or folder of a model."""
+    """Folder of a finished run, whose task, reward, stop tokens and length limit hold, or a hub id or folder of a
+    model."""
     task: str = ""
     """Prompts and verifier, as `vapo train` has it; empty: those of the run."""
     reward: str = ""

@@ -39,7 +39,6 @@ RULES = (
     Rule(("overlong_buffer",), lambda c: c.truncated != "penalty", "truncated is not 'penalty'"),
     Rule(("warm_start_steps", *_WARM_START), lambda c: c.model != "tiny", "model is not 'tiny'"),
     Rule(_WARM_START, lambda c: c.warm_start_steps == 0, "warm_start_steps is 0"),
-    Rule(("attention", "gradient_checkpointing"), lambda c: c.model == "tiny", "model is 'tiny'"),
     Rule(
         ("reward_timeout",),
         lambda c: c.task in EMBEDDED_TASKS and c.reward != "math" and ":" not in c.reward,

@@ -235,7 +235,7 @@ def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
 def _critic_folder(source: str | Path) -> str | Path:
     """The folder in ``source`` that holds a critic; ``source`` itself if it is none of an earlier run."""
     for name in ("critic", "pretrained_critic"):
-        if not (Path(source) / "config.json").is_file() and (Path(source) / name / "config.json").is_file():
+        if (Path(source) / name / "config.json").is_file():
             return Path(source) / name
     return source
 

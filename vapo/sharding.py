@@ -228,7 +228,7 @@ def gather_over_ranks(tensor: Tensor) -> Tensor:
 def mean_over_ranks(tensor: Tensor) -> float:
     """Mean of all elements of the ranks' tensors, 0 where there are none."""
     total, count = sum_over_ranks(
-        torch.stack((tensor.double().sum(), tensor.new_tensor(tensor.numel()).double()))
+        torch.stack((tensor.double().sum(), tensor.new_tensor(tensor.numel(), dtype=torch.float64)))
     ).tolist()
     return total / count if count else 0.0
 

@@ -53,7 +53,6 @@ CASES = [
     ("truncated is not 'penalty'", {"truncated": "mask"}, {"overlong_buffer": 5}),
     ("model is not 'tiny'", HUB, {"warm_start_steps": 5, **WARM_START}),
     ("warm_start_steps is 0", {"warm_start_steps": 0}, WARM_START | {"warm_start_clean_steps": 0}),
-    ("model is 'tiny'", {}, {"attention": "eager", "gradient_checkpointing": True}),
     ("an embedded task verifies responses itself", {}, {"reward_timeout": 3.0}),
 ]
 SINGLE = [(reason, base, field, value) for reason, base, fields in CASES for field, value in fields.items()]
