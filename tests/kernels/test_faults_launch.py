@@ -67,7 +67,7 @@ def test_wrong_device_is_left_for_that_of_the_tensor(monkeypatch):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_compiled_loss_is_one_graph_with_the_same_bits(device, name):
+def test_registration_compiles_to_one_graph_with_the_same_bits(device, name):
     """Python floats inside the loss are no float64 in the graph, and a new length gives no wrong value."""
     op, _, wrt = losses(device)[name]
 
@@ -85,7 +85,7 @@ def test_compiled_loss_is_one_graph_with_the_same_bits(device, name):
         assert torch.equal(loss, out.loss * 2.0) and torch.equal(grad, grads[wrt])
 
 
-def test_compiled_graph_sees_that_inplace_mutates(device):
+def test_registration_tells_a_compiler_that_inplace_mutates(device):
     """A read of the logits before stays before, and one after finds the gradient."""
     inputs = policy_inputs((4,), 70, device=device)
     rest = {name: x for name, x in inputs.items() if name != "logits"}
