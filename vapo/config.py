@@ -157,6 +157,8 @@ class Config:
     """Supervised steps on demonstrations before anything else; 0: none."""
     warm_start_clean_steps: int = 0
     """How many of these, the first ones, see faultless demonstrations only."""
+    warm_start_steady_steps: int = 0
+    """Supervised steps before the learning rate falls; the first 20, over which it rises, always count."""
     warm_start_batch: int = 64
     """Demonstrations per supervised step."""
     warm_start_lr: float = 3e-3
@@ -201,6 +203,11 @@ class Config:
                 # Without a warm start the clean steps have no effect; a preset refuses them for that if they are given.
                 self.warm_start_clean_steps <= self.warm_start_steps or self.warm_start_steps == 0,
                 f"<= warm_start_steps = {self.warm_start_steps}",
+            ),
+            (
+                "warm_start_steady_steps",
+                self.warm_start_steady_steps < self.warm_start_steps or self.warm_start_steps == 0,
+                f"< warm_start_steps = {self.warm_start_steps}",
             ),
             (
                 "mini_batches",
@@ -263,8 +270,8 @@ class Config:
 
 
 _MAY_BE_ZERO = (
-    *("seed", "threads", "steps", "warm_start_steps", "warm_start_clean_steps", "logged_samples", "top_k"),
-    *("actor_lr_warmup", "critic_lr_warmup", "rollout_batch_size"),
+    *("seed", "threads", "steps", "warm_start_steps", "warm_start_clean_steps", "warm_start_steady_steps"),
+    *("logged_samples", "top_k", "actor_lr_warmup", "critic_lr_warmup", "rollout_batch_size"),
 )
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),

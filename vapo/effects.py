@@ -25,7 +25,14 @@ _GAE = (
     *("value_pretraining", "decoupled_gae", "length_adaptive_gae", "use_values", "gamma", "lam_policy", "lam_critic"),
     *("alpha", "value_clip", "critic", "critic_epochs", "critic_lr", "critic_lr_warmup", *_PRETRAINING),
 )
-_WARM_START = ("warm_start_clean_steps", "warm_start_batch", "warm_start_lr", "give_up", "error")
+_WARM_START = (
+    "warm_start_clean_steps",
+    "warm_start_steady_steps",
+    "warm_start_batch",
+    "warm_start_lr",
+    "give_up",
+    "error",
+)
 
 RULES = (
     Rule(_GAE, lambda c: c.advantage_estimator == "group", "advantage_estimator is 'group'"),

@@ -33,7 +33,7 @@ def warm_start_step(learner: Learner, step: int, config: Config) -> dict[str, fl
         step: From 1.
         config: The settings of the warm start.
     """
-    lr = config.warm_start_lr * lr_share(step - 1, config.warm_start_steps)
+    lr = config.warm_start_lr * lr_share(step - 1, config.warm_start_steps, config.warm_start_steady_steps)
     set_lr(learner.policy_optimizer, lr)
     give_up, error = (0.0, 0.0) if step <= config.warm_start_clean_steps else (config.give_up, config.error)
     demonstrations = draw_demonstrations(
@@ -43,16 +43,19 @@ def warm_start_step(learner: Learner, step: int, config: Config) -> dict[str, fl
     return {"warm_start/loss": loss, "warm_start/lr": lr}
 
 
-def lr_share(step: int, num_steps: int) -> float:
-    """Share of the peak learning rate: linear rise over 20 steps, linear fall to 15 % at the end.
+def lr_share(step: int, num_steps: int, steady_steps: int = 0) -> float:
+    """Share of the peak learning rate: linear rise over 20 steps, linear fall to 15 % after the steady ones.
 
     Example:
         >>> [round(lr_share(step, 220), 3) for step in (0, 19, 20, 219)]
         [0.05, 1.0, 1.0, 0.154]
+        >>> [round(lr_share(step, 220, steady_steps=120), 3) for step in (0, 19, 120, 219)]
+        [0.05, 1.0, 1.0, 0.159]
     """
     if step < WARM_UP_STEPS:
         return (step + 1) / WARM_UP_STEPS
-    return 1 - (1 - FINAL_LR_SHARE) * (step - WARM_UP_STEPS) / (num_steps - WARM_UP_STEPS)
+    steady_steps = max(steady_steps, WARM_UP_STEPS)
+    return 1 - (1 - FINAL_LR_SHARE) * max(0, step - steady_steps) / (num_steps - steady_steps)
 
 
 def draw_demonstrations(

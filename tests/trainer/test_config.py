@@ -33,6 +33,10 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
         ),
         ({"dual_clip": 1.0}, "dual_clip must be None or > 1; got 1.0"),
         (
+            {"warm_start_steps": 20, "warm_start_steady_steps": 20},
+            "warm_start_steady_steps must be < warm_start_steps = 20; got 20",
+        ),
+        (
             {"warm_start_steps": 220, "warm_start_clean_steps": 300},
             "warm_start_clean_steps must be <= warm_start_steps = 220; got 300",
         ),

@@ -18,6 +18,7 @@ PRETRAINING = {
 }
 WARM_START = {
     "warm_start_clean_steps": 1,
+    "warm_start_steady_steps": 1,
     "warm_start_batch": 8,
     "warm_start_lr": 0.01,
     "give_up": 0.2,

@@ -60,7 +60,7 @@ def test_an_embedded_task_brings_sizes_and_no_algorithm(name, task):
     changed = {field for field in config if config[field] != plain[field]} - {"task", "model"}
     algorithm = {field for values in PRESETS.values() for field in values}
     assert not changed & algorithm
-    assert config["num_prompts"] == 32 and config["warm_start_steps"] == {"running-total": 220}.get(task, 340)
+    assert config["num_prompts"] == 32 and config["warm_start_steps"] == {"running-total": 220}.get(task, 440)
 
 
 def test_alpha_is_the_papers_except_in_the_embedded_job():
