@@ -173,8 +173,10 @@ def even_micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> Itera
         Rows [r] int64, and whether they count: a rank that has no more repeats its first response and must ignore it.
     """
     parts = micro_batches(rollout, rows, max_tokens)
+    # Asked before the first one: a rank that asks after its last would wait for others that wait for it.
+    num_parts = max_over_ranks(len(parts))
     yield from ((part, True) for part in parts)
-    yield from ((all_rows(rollout)[:1], False) for _ in range(max_over_ranks(len(parts)) - len(parts)))
+    yield from ((all_rows(rollout)[:1], False) for _ in range(num_parts - len(parts)))
 
 
 def all_rows(rollout: Rollout) -> Tensor:
