@@ -64,6 +64,7 @@ def start_alone(function: Callable[..., Any], *args: Any) -> tuple[multiprocessi
 
 
 def _alone(connection: Connection, address: tuple[str, str], args: tuple) -> None:
+    _compute_as_tests_do()
     getattr(_load(address[0]), address[1])(*args, connection)
 
 
@@ -83,10 +84,8 @@ def _collect(results: list[Connection]) -> list[Any]:
 
 def _rank(write: Connection, rank: int, num_ranks: int, port: int, address: tuple[str, str], args: tuple) -> None:
     from vapo import sharding
-    from vapo_kernels import _dispatch
 
-    # As in conftest.py, of which the server knows only the environment.
-    _dispatch.INTERPRET = False
+    _compute_as_tests_do()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -103,6 +102,13 @@ def _rank(write: Connection, rank: int, num_ranks: int, port: int, address: tupl
         _send(write, traceback.format_exc(), None)
         raise
     _send(write, None, value)
+
+
+def _compute_as_tests_do() -> None:
+    """As in conftest.py, of which the server knows only the environment."""
+    from vapo_kernels import _dispatch
+
+    _dispatch.INTERPRET = False
 
 
 def _send(write: Connection, error: str | None, value: Any) -> None:
