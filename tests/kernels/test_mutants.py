@@ -92,3 +92,13 @@ def test_kl_near_the_end_of_its_series(device, sign):
     exact = (torch.expm1(x.double()) - x.double()).mean().item()
     assert out.kl.item() == pytest.approx(exact, rel=1.5e-7)
     assert out.approx_kl.item() == pytest.approx(exact, rel=1.5e-7)
+
+
+def test_slope_is_whole_at_the_dual_clip_itself(device):
+    leaf = torch.full((1,), -1.0, device=device).requires_grad_()
+    old, one = torch.full((1,), -2.0, device=device), torch.ones(1, device=device)
+    ratio = logprob_policy_loss(leaf, old, -one, one).policy.item()
+    out = logprob_policy_loss(leaf, old, -one, one, dual_clip=ratio)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert (out.policy.item(), out.clip_fraction.item()) == (ratio, 0.0)
+    assert grad.item() == pytest.approx(math.e, rel=1e-6)
