@@ -107,6 +107,8 @@ def group_advantages(scores: Tensor, group_size: int) -> Tensor:
     """
     groups = scores.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
+    # The mean of equal scores may be off by a rounding, which the division would blow up.
+    centred = torch.where(groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True), 0.0, centred)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).view(-1)
 
 

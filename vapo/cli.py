@@ -32,8 +32,9 @@ USAGE = """usage: vapo COMMAND [options]
 
 # What may differ in a run that goes on: how long it is, what it records, and where it computes.
 RESUMABLE = (
-    *("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "logged_samples", "trackers"),
-    *("device", "threads", "reward_timeout"),
+    *("steps", "eval_every", "eval_problems", "eval_samples", "eval_top_p", "logged_samples", "trackers"),
+    *("checkpoint_every", "keep_checkpoints", "device", "threads", "micro_batch_tokens", "rollout_batch_size"),
+    *("gradient_checkpointing", "reward_timeout"),
 )
 
 
@@ -63,29 +64,37 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Evaluate a policy on held-out problems."""
+    """Evaluate a policy on held-out problems. What is left out is as the run has it, or `vapo train` for a model."""
 
     run: Annotated[str, tyro.conf.Positional]
     """Folder of a finished run, whose task, reward, stop tokens and length limit hold, or a hub id or folder of a
     model."""
-    task: str = ""
-    """Prompts and verifier, as `vapo train` has it; empty: those of the run."""
-    reward: str = ""
+    task: str | None = None
+    """Prompts and verifier, as `vapo train` has it; left out, those that the run evaluated on."""
+    reward: str | None = None
     """How responses are scored, as `vapo train` has it."""
-    problems: int = 200
-    """Held-out problems, >= 1."""
-    samples: int = 1
+    problems: int | None = None
+    """Held-out problems."""
+    samples: int | None = None
     """Responses to each of them: k of avg@k, pass@k and maj@k."""
-    temperature: float = 1.0
+    temperature: float | None = None
     """Sampling temperature, > 0."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Sample from the likeliest tokens of this mass, in (0, 1]."""
-    max_new_tokens: int = 0
-    """Tokens after which a response is cut; 0: as the run has it, or 8192."""
-    seed: int = 0
+    max_new_tokens: int | None = None
+    """Tokens after which a response is cut."""
+    seed: int | None = None
     """Seed of the sampling."""
-    device: str = "auto"
+    device: str | None = None
     """Where the model lives: auto, cpu or cuda."""
+    dtype: str | None = None
+    """What it computes in: float32 or bfloat16."""
+    attention: str | None = None
+    """sdpa, eager or flash_attention_2."""
+    engine: str | None = None
+    """What samples: loop or transformers."""
+    rollout_batch_size: int | None = None
+    """Most responses sampled at once; 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +179,9 @@ def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
         reason = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
         print(f"vapo: the run stopped: {reason}; {goes_on}", file=sys.stderr)
         return 1
+    except FloatingPointError as error:
+        print(f"vapo: the run stopped: {error}; {goes_on}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"\nvapo: interrupted; {goes_on}", file=sys.stderr)
         return 130
@@ -179,7 +191,10 @@ def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
 def _evaluate(command: Evaluate) -> int:
     from vapo.evaluate_model import evaluate_model
 
-    metrics = evaluate_model(**asdict(command))
+    given = {name: value for name, value in asdict(command).items() if value is not None}
+    source = given.pop("run")
+    named = {"problems": "eval_problems", "samples": "eval_samples", "top_p": "eval_top_p"}
+    metrics = evaluate_model(source, **{named.get(name, name): value for name, value in given.items()})
     width = max(map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:{width}}  {value:.4g}")
@@ -220,6 +235,9 @@ def _resumed_config(folder: Path, given: dict[str, object]) -> Config:
         raise ValueError(f"--resume must be the folder of a run; got {folder}, which has no config.json")
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    unknown = saved.keys() - {field.name for field in fields(Config)}
+    if unknown:
+        raise ValueError(f"{folder}/config.json must hold known settings; got {', '.join(sorted(unknown))}")
     changed = [
         f"{name} (the run has {saved.get(name)!r}, got {value!r})"
         for name, value in given.items()

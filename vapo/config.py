@@ -19,12 +19,13 @@ class Config:
     reward: str = ""
     """How responses are scored: empty for the task's own way, "math", or "file.py:function"."""
     reward_timeout: float = 10.0
-    """Seconds that a verifier may take for one response, > 0; after that its reward is 0."""
+    """Seconds that a verifier may take for one response, or a function in TRL's form for a batch, > 0; after that the
+    reward is 0."""
     model: str = "tiny"
     """The policy: "tiny" for a small Qwen3 with random weights (embedded tasks only), else a hub id or a folder."""
     critic: str = ""
-    """The critic's start: empty for a copy of the policy under a head of zeros, else a hub id or folder of a value or
-    reward model, or the folder of an earlier run."""
+    """The critic's start: empty for a copy of the policy (after its warm start) under a head of zeros, else a hub id or
+    folder of a value or reward model, or the folder of an earlier run."""
     seed: int = 0
     """Seed of every generator of the run; the same seed repeats a run bit for bit on the same machine."""
 
@@ -116,7 +117,8 @@ class Config:
     stop: tuple[str, ...] = ()
     """Tokens that end a response, besides the model's own."""
     rollout_batch_size: int = 0
-    """Most responses that a rank samples at once, for the memory of their caches; 0: all."""
+    """Most responses that a rank samples at once, for the memory of their caches, but never less than those to one
+    prompt; 0: all. Continuous batching (engine "transformers" on CUDA) fits itself to the memory instead."""
     engine: str = "loop"
     """What samples: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
 
@@ -180,7 +182,7 @@ class Config:
     logged_samples: int = 4
     """Responses written to samples.jsonl after each rollout."""
     checkpoint_every: int = 10
-    """Steps of any phase between checkpoints; there is one at each phase's end."""
+    """Steps of any phase between checkpoints; there is one at each phase's end besides."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     trackers: tuple[str, ...] = ()
@@ -191,7 +193,16 @@ class Config:
         for field in fields(self):
             _check(field.name, str(field.type), getattr(self, field.name))
         for name, holds, relation in (
-            ("clip_high", self.clip_high >= self.clip_low, f">= clip_low = {self.clip_low}"),
+            (
+                "clip_high",
+                not self.clip_higher or self.clip_high >= self.clip_low,
+                f">= clip_low = {self.clip_low}",
+            ),
+            (
+                "overlong_buffer",
+                self.truncated != "penalty" or self.overlong_buffer <= self.max_new_tokens,
+                f"<= max_new_tokens = {self.max_new_tokens}",
+            ),
             (
                 "attention",
                 self.attention != "flash_attention_2" or self.dtype == "bfloat16",

@@ -14,8 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
 from vapo.config import Config
-from vapo.models import critic_from_policy, load_critic, load_policy, plain_head, stop_token_ids
-from vapo.rollout import Sampling
+from vapo.models import (
+    critic_from_policy,
+    load_critic,
+    load_policy,
+    plain_head,
+    value_head,
+)
+from vapo.rollout import Sampling, max_positions, sampling_of
 from vapo.sharding import full_state_dict, gather_objects, rank, shard, world_size
 from vapo.tasks import Task
 
@@ -54,6 +60,7 @@ class Learner:
         generators: Those of the present phase.
         phase: One of ``PHASES``, or "" before the first.
         step: Steps of the phase that are done.
+        phase_is_over: The phase has reached its target before its last step.
         before: Held-out metrics before RL, once they are known.
         after: The newest held-out metrics.
     """
@@ -69,6 +76,7 @@ class Learner:
     generators: Generators | None = None
     phase: str = ""
     step: int = 0
+    phase_is_over: bool = False
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
 
@@ -97,7 +105,9 @@ class Learner:
 
         Moments of earlier phases say nothing about its gradients, and no rollout of an earlier phase is met again.
         """
-        self.phase, self.step = phase, 0
+        if self.phase == "warm_start" and self.critic is not None and not config.critic:
+            copy_parameters(self.policy.base_model, self.critic.base_model)
+        self.phase, self.step, self.phase_is_over = phase, 0, False
         self.generators = make_generators(f"{phase} {config.seed}", self.policy.device)
         self.policy_optimizer = self.critic_optimizer = None
         decay = config.weight_decay
@@ -117,6 +127,7 @@ class Learner:
         state = {
             "phase": self.phase,
             "step": self.step,
+            "phase_is_over": self.phase_is_over,
             "before": self.before,
             "after": self.after,
             "task": self.task.state_dict(),
@@ -137,7 +148,8 @@ class Learner:
         state = read_state(checkpoint)
         self.begin(state["phase"], config)
         load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
-        self.step, self.before, self.after = state["step"], state["before"], state["after"]
+        self.step, self.phase_is_over = state["step"], state["phase_is_over"]
+        self.before, self.after = state["before"], state["after"]
         self.task.load_state_dict(state["task"])
         states, generators = state["generators"], self.generators.by_name
         if len(states) != world_size() or state["device"] != self.policy.device.type:
@@ -159,27 +171,21 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     """Load or build the models that a run needs, place them and, with several ranks, shard them."""
     options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
     policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
-    sampling = Sampling(
-        max_new_tokens=config.max_new_tokens,
-        stop_token_ids=stop_token_ids(policy, tokenizer, config.stop),
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        engine=config.engine,
-        batch_size=config.rollout_batch_size,
-    )
+    if config.max_new_tokens >= max_positions(policy):
+        raise ValueError(
+            f"max_new_tokens must be below the model's {max_positions(policy)} positions; got {config.max_new_tokens}"
+        )
     critic = reference = None
     if config.has_critic:
         critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
         check_vocabulary(critic, policy)
     if config.has_reference:
         reference = copy.deepcopy(policy).requires_grad_(False)
-    learner = Learner(policy, critic, reference, tokenizer, task, sampling)
+    learner = Learner(policy, critic, reference, tokenizer, task, sampling_of(config, policy, tokenizer))
     for model in learner.models.values():
-        model.to(device)
         if model is not critic:
             plain_head(model)
-        shard(model, DTYPES[config.dtype])
+        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None)
     return learner
 
 

@@ -219,14 +219,18 @@ def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
     def keep_states(module: nn.Module, inputs: tuple[torch.Tensor], output: Any) -> None:
         seen["states"] = getattr(output, "last_hidden_state", None)
 
+    attention = policy.config._attn_implementation
+    if attention == "flash_attention_2":
+        # It takes neither float32 nor the CPU; the head is the same for any attention.
+        policy.set_attn_implementation("sdpa")
     hooks = [head.register_forward_hook(put_numbers), policy.base_model.register_forward_hook(keep_states)]
     try:
-        # Flash attention takes no float32.
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.device.type == "cuda"):
-            logits = policy(input_ids=torch.ones(1, 2, dtype=torch.long, device=policy.device), use_cache=False).logits
+        logits = policy(input_ids=torch.ones(1, 2, dtype=torch.long, device=policy.device), use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
+        if attention == "flash_attention_2":
+            policy.set_attn_implementation(attention)
     if "numbers" not in seen or seen["states"] is None:
         return False
     return torch.equal(logits.float(), seen["numbers"].float()) and torch.equal(seen["head_input"], seen["states"])

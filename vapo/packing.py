@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from vapo.models import value_head
@@ -191,10 +190,8 @@ def sequence_lengths(rollout: Rollout, rows: Tensor) -> Tensor:
 
 def _values(critic: PreTrainedModel, features: Tensor) -> Tensor:
     """Values [n] float32 of states [n, H], by float32 arithmetic whatever the features come in."""
-    head = value_head(critic)
-    bias = None if head.bias is None else head.bias.float()
     with torch.autocast(features.device.type, enabled=False):
-        return linear(features.float(), head.weight.float(), bias).squeeze(-1)
+        return value_head(critic)(features.float()).squeeze(-1)
 
 
 @contextmanager

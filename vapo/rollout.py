@@ -23,11 +23,14 @@ from transformers import (
 )
 from transformers.generation import ContinuousBatchingConfig
 
+from vapo.config import Config
+from vapo.models import stop_token_ids
 from vapo.rewards import terminal_rewards, verify
 from vapo.tasks import Problem, Task
 from vapo.types import Rollout
 
 ENGINES = ("loop", "transformers")
+TEMPLATE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Sampling:
         top_p: Keeps the likeliest tokens that together reach this probability.
         top_k: Keeps this many of the likeliest tokens, before ``top_p``; 0 keeps all.
         engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA with continuous batching.
-        batch_size: Most responses drawn at once, at least those to one prompt; 0 draws all.
+        batch_size: Most responses drawn at once, at least those to one prompt; 0 draws all. Continuous batching fits
+            its cache to the memory that is free, and draws all in any case.
 
     Raises:
         ValueError: If a number is out of range, there is no stop token or no such engine.
@@ -77,6 +81,19 @@ class Sampling:
             raise ValueError(f"batch_size must be >= 0; got {self.batch_size}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
+
+
+def sampling_of(config: Config, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How a run samples its training rollouts."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer, config.stop),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        engine=config.engine,
+        batch_size=config.rollout_batch_size,
+    )
 
 
 class Collected(NamedTuple):
@@ -203,7 +220,8 @@ def sample(
         draw = generate_continuously
     else:
         draw = generate_padded
-    at_once = max(1, sampling.batch_size // group_size) if sampling.batch_size else len(prompts)
+    is_limited = sampling.batch_size and draw is not generate_continuously
+    at_once = max(1, sampling.batch_size // group_size) if is_limited else len(prompts)
     responses = []
     with _evaluating(policy):
         for first in range(0, len(prompts), at_once):
@@ -283,7 +301,8 @@ def generate_continuously(
             inputs,
             settings,
             # Tokens are drawn with the attention that the policy trains with.
-            ContinuousBatchingConfig(seed=seed, auto_switch_to_flash=False),
+            # Under FSDP2 a forward waits for other streams, which no graph that is captured may do.
+            ContinuousBatchingConfig(seed=seed, auto_switch_to_flash=False, use_cuda_graph=False),
         )
     errors = [output.error for output in outputs.values() if output.error is not None]
     if errors or len(outputs) != len(inputs):
@@ -385,6 +404,28 @@ def _check_prompts(policy: PreTrainedModel, prompts: Sequence[Tensor], max_new_t
             f"prompt and max_new_tokens together must be at most the model's {limit} positions;"
             f" got {longest} + {max_new_tokens}"
         )
+
+
+def check_prompts(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], max_new_tokens: int
+) -> None:
+    """Refuse prompts that leave no room for a response, before anything is trained.
+
+    Raises:
+        ValueError: If one has too many tokens.
+    """
+    room = max_positions(policy) - max_new_tokens
+    for problem in problems:
+        text = problem.prompt if isinstance(problem.prompt, str) else str(problem.prompt)
+        # No text has more tokens than bytes, but for what the chat template adds.
+        if len(text.encode()) + TEMPLATE_TOKENS <= room:
+            continue
+        length = len(encode_prompts(tokenizer, [problem])[0])
+        if length > room:
+            raise ValueError(
+                f"a prompt must leave room for {max_new_tokens} new tokens in the model's {max_positions(policy)}"
+                f" positions; got {length} tokens in {text[:80]!r}"
+            )
 
 
 def max_positions(policy: PreTrainedModel) -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 # Ranks wait for the slowest one's responses and verifiers, far longer than for a hung peer.
@@ -77,7 +78,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def shard(model: nn.Module, compute_dtype: torch.dtype) -> None:
+def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, exact: nn.Module | None = None) -> None:
     """Spread the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
 
     Parameters, gradients and what an optimiser makes of them are float32 shards (DTensors). Gradients are summed, not
@@ -88,21 +89,32 @@ def shard(model: nn.Module, compute_dtype: torch.dtype) -> None:
         model: A transformers model whose forward runs its layers one after the other; its parameters float32, equal on
             all ranks. Build its optimiser afterwards.
         compute_dtype: What layers compute in; the parameters are cast to it as they are gathered.
+        device: Where the shards go; a model that is still on the CPU goes there a layer at a time.
+        exact: A module whose parameters stay float32 as they are gathered, such as a scalar head.
 
     Raises:
-        ValueError: If a parameter that trains is not float32.
+        ValueError: If a parameter that trains is not float32, or torch is too old.
     """
     if not dist.is_initialized():
+        model.to(device)
         return
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ValueError(
+            f"several ranks and bfloat16 need a torch that sums gradients in FSDP2; got {torch.__version__}"
+        )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(f"parameters that train must be float32 to be sharded; got {parameter.dtype} for {name}")
     precision = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Without a mesh FSDP2 takes the accelerator that there is, whatever the device.
+    mesh = init_device_mesh(device.type, (world_size(),))
     for layer in decoder_layers(model):
-        fully_shard(layer, mp_policy=precision)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    if exact is not None:
+        fully_shard(exact, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in _sharded_modules(model):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,8 @@ from vapo.config import Config
 from vapo.evaluation import evaluate
 from vapo.learner import HELD_OUT_SEED, PHASES, Learner, choose_device, export, make_learner, seed_for
 from vapo.metrics import RunLog
+from vapo.models import plain_head
+from vapo.rollout import check_prompts
 from vapo.sharding import distributed, gathered, rank, world_size
 from vapo.tasks import Problem, Task, load_task
 from vapo.trackers import check_trackers, open_trackers
@@ -47,7 +48,6 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         ValueError: If the device, the model, the data or the trackers are not there, ``folder`` already holds a run, or
             there is none to resume.
     """
-    began = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
@@ -55,10 +55,13 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         raise ValueError(f"{folder} must hold a run to resume; got no config.json there")
     checkpoint = latest_checkpoint(folder) if resume else None
     with distributed(device, config.dtype == "bfloat16") as device:
-        check_shares(config)
         check_trackers(config.trackers)
         task, held_out = load_tasks(config)
+        check_shares(config, held_out)
         learner = make_learner(config, task, device)
+        # Only files hold all their problems; what is drawn without end is checked as it is drawn.
+        known = [*getattr(task, "rows", ()), *held_out.problems]
+        check_prompts(learner.policy, learner.tokenizer, known, config.max_new_tokens)
         if checkpoint:
             learner.restore(checkpoint, config)
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
@@ -66,10 +69,12 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         with RunLog(
             folder, config=asdict(config), total_steps=config.total_steps, resume_after=place, trackers=trackers
         ) as log:
+            if plain_head(learner.policy) is None:
+                log.note("the policy's head is more than a matrix: its loss goes through whole logits of a micro-batch")
             run_phases(learner, held_out, config, folder, log, last_phase)
             learner.export(folder)
             if last_phase == "vapo":
-                log.summary(summary_rows(learner.before, learner.after, config, time.perf_counter() - began))
+                log.summary(summary_rows(learner.before, learner.after, config, log.progress.elapsed))
     return learner.after
 
 
@@ -86,9 +91,8 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
             log.log("value_pretraining", step, metrics)
             note_errors(errors, log)
             explained = metrics["critic/pretrain/vf_explained_var"]
-            if explained >= config.pretraining_target:
-                break
-            if step == config.pretraining_steps:
+            learner.phase_is_over = explained >= config.pretraining_target
+            if step == config.pretraining_steps and not learner.phase_is_over:
                 log.note(
                     f"value pretraining ended at its limit of {step} rollouts: explained variance {explained:.2f},"
                     f" target {config.pretraining_target:g}"
@@ -117,15 +121,15 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
 def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path) -> Iterator[int]:
     """Number the steps of a phase that are still to do, from 1.
 
-    Checkpoints are written between phases, after each ``checkpoint_every`` steps and after the last one.
+    A phase ends before its last step where the learner says that it is over. Checkpoints follow each
+    ``checkpoint_every`` steps and the last one.
     """
     if learner.is_past(phase) or not count:
         return
     if learner.phase != phase:
-        follows_another = bool(learner.phase)
         learner.begin(phase, config)
-        if follows_another:
-            learner.save(folder, config)
+    if learner.phase_is_over:
+        return
     for step in range(learner.step + 1, count + 1):
         yield step
         learner.step = step
@@ -133,15 +137,22 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
             learner.save(folder, config)
 
 
-def check_shares(config: Config) -> None:
+def check_shares(config: Config, held_out: HeldOut) -> None:
     """Refuse a run in which a rank would have nothing to do.
 
     Raises:
-        ValueError: If there are fewer prompts, demonstrations or held-out problems than ranks.
+        ValueError: If there are fewer prompts, demonstrations or held-out problems than ranks, or fewer responses than
+            mini-batches on a rank.
     """
-    for name in ("num_prompts", "pretraining_prompts", "warm_start_batch", "eval_problems"):
-        if getattr(config, name) < world_size():
-            raise ValueError(f"{name} must be >= the number of ranks, {world_size()}; got {getattr(config, name)}")
+    counts = {name: getattr(config, name) for name in ("num_prompts", "pretraining_prompts", "warm_start_batch")}
+    counts["the number of held-out problems"] = len(held_out.problems)
+    counts["num_prompts × group_size / mini_batches"] = config.num_responses // config.mini_batches
+    counts["pretraining_prompts / pretraining_mini_batches"] = (
+        config.pretraining_prompts // config.pretraining_mini_batches
+    )
+    for name, count in counts.items():
+        if count < world_size():
+            raise ValueError(f"{name} must be >= the number of ranks, {world_size()}; got {count}")
 
 
 def load_tasks(config: Config) -> tuple[Task, HeldOut]:
@@ -155,7 +166,7 @@ def load_tasks(config: Config) -> tuple[Task, HeldOut]:
 
 def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dict[str, float]:
     """Evaluate with the run's own evaluation seed, so that every evaluation of a run meets the same random numbers."""
-    generator = torch.Generator(learner.policy.device).manual_seed(seed_for("evaluation", config.seed + rank()))
+    generator = torch.Generator(learner.policy.device).manual_seed(seed_for(f"evaluation {config.seed}", rank()))
     with gathered(learner.policy):
         return evaluate(
             learner.policy,

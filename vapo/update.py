@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -176,8 +178,14 @@ _POLICY_METRICS = (
 
 
 def clipped_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: Config) -> float:
-    """Clip the gradient, step, clear; returns the norm before clipping."""
+    """Clip the gradient, step, clear; returns the norm before clipping.
+
+    Raises:
+        FloatingPointError: If the norm is not finite; the step would make every weight NaN.
+    """
     grad_norm = clip_grad_norm(model, config.max_grad_norm)
+    if not math.isfinite(grad_norm):
+        raise FloatingPointError(f"the gradient of {type(model).__name__} must be finite; got a norm of {grad_norm}")
     optimizer.step()
     optimizer.zero_grad()
     return grad_norm

@@ -61,7 +61,9 @@ class Rows:
         num_held_out = {"eighth": max(1, len(different) // 8), "train": 0, "held-out": len(different)}[split]
         held_out = sorted(different)[:num_held_out]
         self._held_out = [different[key] for key in held_out]
-        self._train = [problem for problem in problems if _key(problem) not in set(held_out)]
+        is_held_out = set(held_out)
+        self._train = [problem for problem in problems if _key(problem) not in is_held_out]
+        self.rows = list(problems)
         self._crc32 = zlib.crc32(json.dumps([key for key, _ in map(_key, problems)]).encode())
         self._epoch_seed, self._position, self._order = 0, len(self._train), []
 
