@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# Far more than any test takes.
+SECONDS = 300
 # A server imports once and forks each rank from there.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -72,7 +74,9 @@ def _collect(results: list[Connection]) -> list[Any]:
     values: dict[int, Any] = {}
     while len(values) < len(results):
         waiting = [result for number, result in enumerate(results) if number not in values]
-        for result in wait(waiting):
+        answered = wait(waiting, SECONDS)
+        assert answered, f"no rank said anything for {SECONDS} s: they wait for each other"
+        for result in answered:
             number = results.index(result)
             try:
                 error, values[number] = torch.load(io.BytesIO(result.recv_bytes()), weights_only=False)

@@ -21,6 +21,14 @@ LIVELY = {
 }
 
 
+def options(settings: dict) -> list[str]:
+    """Settings as they are given on the command line."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
+    return words
+
+
 def score(self, problems, responses) -> list[Verdict]:
     """In the place of a task's method: rewards 0, 1 and 2 that hang on the response."""
     pairs = zip(problems, responses, strict=True)

@@ -17,20 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import start_alone
-from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, score
+from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, options, score
 
 import vapo.trainer
 from vapo.cli import main
 from vapo.learner import Learner
 from vapo.tasks.running_total import RunningTotal
-
-
-def options(settings: dict) -> list[str]:
-    """Settings as they are given on the command line."""
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
-    return words
 
 
 @pytest.fixture(autouse=True)

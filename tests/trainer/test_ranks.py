@@ -1,0 +1,329 @@
+"""Many ranks train as one process does: the same steps on the same data, whole runs, runs that change their ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, options, score
+from transformers import AutoModelForCausalLM
+
+import vapo.metrics
+import vapo.value_pretraining
+import vapo.vapo_step
+from vapo import sharding
+from vapo.advantages import build_batch
+from vapo.cli import main
+from vapo.config import Config
+from vapo.dynamic_sampling import take_groups
+from vapo.evaluation import evaluate
+from vapo.learner import Learner, make_learner
+from vapo.models import value_head
+from vapo.packing import all_rows
+from vapo.presets import PRESETS
+from vapo.rollout import Collected, Sampling, pack
+from vapo.tasks import Problem, load_task
+from vapo.tasks.running_total import RunningTotal
+from vapo.trainer import train
+from vapo.update import accumulate_policy_loss, accumulate_value_loss
+from vapo.value_pretraining import pretraining_step
+from vapo.vapo_step import model_passes, vapo_step
+from vapo.warm_start import warm_start_step
+
+SETTINGS = LIVELY | {
+    "num_prompts": 4,
+    "group_size": 2,
+    "mini_batches": 1,
+    "max_new_tokens": 6,
+    "steps": 2,
+    "warm_start_clean_steps": 1,
+    "warm_start_batch": 5,
+    "pretraining_prompts": 8,
+    "eval_problems": 5,
+    "eval_every": 1,
+    "eval_samples": 2,
+    "micro_batch_tokens": 30,
+    "threads": 1,
+    "device": "cpu",
+}
+# Four groups: with two ranks two each, with three ranks two, one and one. The one of rank 2 of 3 is cut throughout.
+LENGTHS = (3, 1, 6, 5, 6, 6, 2, 4)
+CUT = (4, 5)
+CASES = {
+    "vapo": {"critic_lr": 1e-4},
+    "bootstrap": {"truncated": "bootstrap", "length_adaptive_gae": False, "lam_policy": 0.9, "value_clip": 0.1},
+    "ppo": PRESETS["ppo"] | {"kl_weight": 0.1, "kl_reward_weight": 0.1, "group_sampling": True},
+    "grpo": PRESETS["grpo"] | {"kl_weight": 0.1, "truncated": "mask"},
+    "dapo": PRESETS["dapo"] | {"overlong_buffer": 3, "dynamic_sampling": False},
+    "epochs": {"actor_epochs": 2, "critic_epochs": 3},
+}
+
+
+@functools.cache
+def fixed_groups() -> tuple[list[Problem], Collected]:
+    """Four problems with two responses each, the same wherever this is called."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 21, (length,), generator=generator) for length in (4, 2, 5, 3)]
+    prompts = [prompt for prompt in prompts for _ in range(2)]
+    responses = [torch.randint(2, 21, (length,), generator=generator) for length in LENGTHS]
+    is_truncated = torch.tensor([number in CUT for number in range(8)])
+    is_correct = torch.tensor([True, False, True, True, False, False, False, True])
+    scores = is_correct + torch.arange(8) / 10 * ~is_truncated
+    rollout = pack(prompts, responses, scores, is_correct, is_truncated, 2, torch.device("cpu"))
+    problems = [Problem(f"problem {number}", "") for number in range(4)]
+    return problems, Collected(rollout, [f"response {number}" for number in range(8)], ["failed"])
+
+
+def share_of_fixed_groups(*args: Any, group_size: int = 2, **kwargs: Any) -> Collected:
+    """In the place of sampling: this rank's groups; one verifier failed on each rank."""
+    collected = take_groups(fixed_groups()[1], sharding.share_of(range(4)))
+    return collected._replace(rollout=replace(collected.rollout, group_size=group_size))
+
+
+def learner_in(phase: str, config: Config) -> Learner:
+    """Models that are not blank: the critic has opinions, and the policy has left its reference."""
+    learner = make_learner(config, load_task("running-total"), torch.device("cpu"))
+    learner.begin(phase, config)
+    for optimizer in learner.optimizers.values():
+        # Adam gives a gradient that is nothing but rounding a whole step.
+        optimizer.param_groups[0]["eps"] = 1e-4
+    with torch.no_grad():
+        if learner.reference is not None:
+            for parameter in learner.reference.parameters():
+                parameter.mul_(1.05)
+        if learner.critic is not None:
+            # Set alike on all ranks, whichever part of it they hold.
+            value_head(learner.critic).weight.fill_(0.05)
+            learner.critic.base_model.norm.weight.mul_(1.5)
+    return learner
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def weights_of(learner: Learner) -> dict[str, Tensor]:
+    return {f"{name}.{key}": whole(each) for name, model in learner.models.items() for key, each in named(model)}
+
+
+def named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return list(model.named_parameters())
+
+
+def gradients(learner: Learner, config: Config) -> dict[str, Any]:
+    """Gradients and loss terms of both models, and the whitened advantages, before any step."""
+    rollout = share_of_fixed_groups().rollout
+    batch = build_batch(rollout, model_passes(learner, rollout, 1, config, {}), config)
+    found = {
+        "policy terms": sharding.sum_over_ranks(
+            accumulate_policy_loss(learner.policy, batch, all_rows(rollout), config)
+        )
+    }
+    if learner.critic is not None:
+        terms = accumulate_value_loss(learner.critic, batch, all_rows(rollout), config, value_clip=config.value_clip)
+        found["critic terms"] = sharding.sum_over_ranks(terms)
+    for name, model in learner.models.items():
+        found |= {f"{name}.{key}": whole(each.grad) for key, each in named(model) if each.grad is not None}
+        model.zero_grad()
+    # In the order of the groups, whoever had them.
+    tokens_of_groups = rollout.lengths.view(-1, 2).sum(1).tolist()
+    parts = list(zip(sharding.share_of(range(4)), batch.advantages.split(tokens_of_groups), strict=True))
+    advantages = sorted((part for rank in sharding.gather_objects(parts) for part in rank), key=lambda part: part[0])
+    return found | {"advantages": torch.cat([part for _, part in advantages])}
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: each for name, each in metrics.items() if not name.startswith(("timing_s/", "perf/"))}
+
+
+def every_step() -> dict[str, dict[str, Any]]:
+    """One step of every kind on the same data: what it says and the weights it leaves."""
+    vapo.vapo_step.collect = vapo.value_pretraining.collect = share_of_fixed_groups
+    found: dict[str, dict[str, Any]] = {}
+    for name, changes in CASES.items():
+        config = Config(**SETTINGS | changes)
+        learner = learner_in("vapo", config)
+        before = gradients(learner, config)
+        metrics, samples, errors = vapo_step(learner, 1, config)
+        assert len(errors) == 1 and samples[0]["response"] == f"response {2 * sharding.rank()}"
+        # Each rank's verifier failed once.
+        assert metrics.pop("reward/errors") == sharding.world_size()
+        found[name] = before | untimed(metrics) | weights_of(learner)
+    config = Config(**SETTINGS)
+    learner = learner_in("value_pretraining", config)
+    metrics, _ = pretraining_step(learner, 2, config)
+    found["value_pretraining"] = metrics | weights_of(learner)
+    learner = learner_in("warm_start", config)
+    metrics = warm_start_step(learner, 2, config)
+    found["warm_start"] = metrics | weights_of(learner)
+    found["evaluation"] = greedy_evaluation(learner)
+    return found
+
+
+def greedy_evaluation(learner: Learner) -> dict[str, float]:
+    """Evaluation of five problems from two sources, in the greedy half of it, which does not hang on the generator."""
+    RunningTotal.score = score
+    sampling = Sampling(max_new_tokens=6, stop_token_ids=learner.sampling.stop_token_ids, top_k=1)
+    problems = [Problem(f"{number} +1 =", "0", "odd" if number % 2 else "even") for number in range(5)]
+    with sharding.gathered(learner.policy):
+        return evaluate(
+            learner.policy,
+            learner.tokenizer,
+            learner.task,
+            problems,
+            sampling=sampling,
+            samples=2,
+            generator=torch.Generator().manual_seed(sharding.rank()),
+        )
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            torch.as_tensor(found[name]),
+            torch.as_tensor(value),
+            rtol=1e-5,
+            atol=1e-5,
+            check_dtype=False,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.fixture(scope="module")
+def in_one_process() -> dict[str, dict[str, Any]]:
+    """Without a process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Back to what they are, whatever is put there meanwhile.
+        for owner, name in ((vapo.vapo_step, "collect"), (vapo.value_pretraining, "collect"), (RunningTotal, "score")):
+            patch.setattr(owner, name, getattr(owner, name))
+        return every_step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_step_as_one_process_does(in_one_process, num_ranks):
+    for each in run_on_ranks(num_ranks, every_step):
+        for name, expected in in_one_process.items():
+            assert_close(each[name], expected)
+
+
+def test_the_steps_compared_are_no_empty_ones(in_one_process):
+    for name in CASES:
+        found = in_one_process[name]
+        assert found["actor/grad_norm"] > 0.01 and found["advantages"].std() > 0.1, name
+        assert found["policy.model.norm.weight"].abs().max() > 0
+    assert in_one_process["ppo"]["actor/kl"] > 0 and in_one_process["ppo"]["critic/kl_penalty"] != 0
+    assert in_one_process["vapo"]["critic/vf_explained_var"] not in (0.0, 1.0)
+    assert 0 < in_one_process["evaluation"]["val/response_length"] <= 6
+
+
+def lively() -> None:
+    RunningTotal.score = score
+    vapo.metrics.write_curves = lambda folder: None
+
+
+def runs_on_ranks(folder: Path) -> None:
+    """A whole run, one in two parts, one with dynamic sampling, and one that a single process began."""
+    lively()
+    config = Config(**SETTINGS)
+    train(config, folder / "whole")
+    train(replace(config, steps=1), folder / "parts")
+    train(config, folder / "parts", resume=True)
+    train(Config(**SETTINGS | PRESETS["dapo"] | {"overlong_buffer": 3, "steps": 1}), folder / "dapo")
+    train(config, folder / "begun_alone", resume=True)
+
+
+@pytest.fixture
+def undisturbed(monkeypatch):
+    monkeypatch.setattr(RunningTotal, "score", score)
+    monkeypatch.setattr("vapo.metrics.write_curves", lambda folder: None)
+
+
+def places(folder: Path) -> list[tuple[str, int]]:
+    return [(each["phase"], each["step"]) for each in lines_without_times(folder)]
+
+
+def whole_run(steps: int) -> list[tuple[str, int]]:
+    """Where a run of two steps before RL has its lines, each once."""
+    before = [(phase, step) for phase in ("warm_start", "value_pretraining") for step in (1, 2)]
+    return [*before, *(("vapo", step) for step in range(steps + 1))]
+
+
+def test_whole_runs_on_two_ranks_and_between(tmp_path, undisturbed):
+    config = Config(**SETTINGS)
+    train(replace(config, steps=1), tmp_path / "begun_alone")
+    run_on_ranks(2, runs_on_ranks, tmp_path)
+
+    assert_lively(tmp_path / "whole")
+    assert_same_result(tmp_path / "parts", tmp_path / "whole")
+    assert places(tmp_path / "whole") == places(tmp_path / "begun_alone") == whole_run(2)
+    first, second = (lines_without_times(tmp_path / name) for name in ("whole", "begun_alone"))
+    # What no sample enters is the same on any number of ranks, up to rounding.
+    assert first[1]["warm_start/loss"] == pytest.approx(second[1]["warm_start/loss"], rel=1e-5)
+    assert 0 < lines_without_times(tmp_path / "dapo")[-1]["rollout/informative_groups"] <= 1
+    # Each of the two ranks has a generator of its own.
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "2-vapo-000002" / "state.json").read_text())
+    generators = state["state"]["generators"]
+    assert len({each["sampling"] for each in generators}) == len(generators) == 2
+
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "policy").state_dict()
+    train(replace(config, steps=3, actor_lr=1e-12), tmp_path / "whole", resume=True)
+    assert places(tmp_path / "whole") == whole_run(3)
+    # One process took up what two ranks had left: after a step of next to no length it is still there.
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "policy").state_dict()
+    assert_close(after, before)
+
+
+def test_torchrun_writes_one_run_and_one_process_goes_on_with_it(tmp_path, capsys, monkeypatch):
+    """As a person would, without a folder's name: it is fresh, and the same for all ranks."""
+    monkeypatch.chdir(tmp_path)
+    Path("reward.py").write_text("def score(completion, answer, **row):\n    return len(completion) % 3\n")
+    (tmp_path / "runs" / "running-total-vapo-seed0").mkdir(parents=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "vapo", "train"]
+    done = subprocess.run(
+        [*command, *options(SETTINGS | {"reward": f"{tmp_path}/reward.py:score"})],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    folder = Path("runs/running-total-vapo-seed0-2")
+    assert sorted(each.name for each in Path("runs").iterdir()) == ["running-total-vapo-seed0", folder.name]
+    assert done.stdout.count("run folder: ") == done.stdout.count("held-out accuracy, greedy") == 1
+    assert places(folder) == whole_run(2)
+    # Those of rank 0: each step its four, of two groups.
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 2 * 4
+    assert sorted(each.name for each in folder.iterdir()) == [
+        *("checkpoints", "config.json", "critic", "curves.png", "metrics.jsonl", "policy", "pretrained_critic"),
+        "samples.jsonl",
+    ]
+    assert main(["train", "--resume", str(folder), "--steps", "3"]) == 0
+    assert places(folder) == whole_run(3)
+    assert json.loads((folder / "config.json").read_text())["steps"] == 3
+
+
+def test_bfloat16_computes_so_and_keeps_float32(tmp_path, undisturbed):
+    config = Config(**SETTINGS | {"dtype": "bfloat16"})
+    train(config, tmp_path / "run")
+    assert places(tmp_path / "run") == whole_run(2)
+    assert_lively(tmp_path / "run")
+    for name in ("policy", "critic", "pretrained_critic"):
+        weights = load_file(tmp_path / "run" / name / "model.safetensors")
+        assert {each.dtype for each in weights.values()} == {torch.float32}
+        layer = next(each for key, each in weights.items() if "q_proj" in key)
+        assert not torch.equal(layer, layer.bfloat16().float())
+    train(replace(config, dtype="float32"), tmp_path / "exact")
+    loss, exact = (lines_without_times(tmp_path / name)[0]["warm_start/loss"] for name in ("run", "exact"))
+    assert 0 < abs(loss - exact) < 0.05
+    assert not torch.distributed.is_initialized()
