@@ -17,6 +17,7 @@ from vapo import sharding
 from vapo.models import critic_from_policy
 from vapo_kernels import linear_policy_loss, value_loss
 
+CPU = torch.device("cpu")
 VOCAB, ROWS, WIDTH = 23, 6, 9
 NUM_TOKENS = ROWS * (WIDTH - 1)
 
@@ -99,7 +100,7 @@ def train(kind: str, dtype: torch.dtype = torch.float32, checkpointing: bool = F
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable()
-    sharding.shard(model, dtype)
+    sharding.shard(model, dtype, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     gradients, norms = {}, []
     for _ in range(2):
@@ -141,7 +142,7 @@ def test_layers_may_be_checkpointed() -> None:
 
 def more_ranks_than_rows() -> dict[str, Tensor]:
     model = build("tied")
-    sharding.shard(model, torch.float32)
+    sharding.shard(model, torch.float32, CPU)
     rows = token_rows()[:1] if sharding.rank() == 1 else token_rows()[:0]
     for number in range(sharding.max_over_ranks(len(rows))):
         is_mine = number < len(rows)
@@ -159,7 +160,7 @@ def test_a_rank_without_rows_adds_nothing() -> None:
 
 def seen_in_bfloat16() -> dict[str, Any]:
     model = build("tied")
-    sharding.shard(model, torch.bfloat16)
+    sharding.shard(model, torch.bfloat16, CPU)
     seen = {}
 
     def body(model: PreTrainedModel, ids: Tensor, numbers: Tensor) -> Tensor:
@@ -221,7 +222,7 @@ class Collectives(TorchDispatchMode):
 
 def sample_unevenly() -> dict[str, Any]:
     model = build("untied")
-    sharding.shard(model, torch.float32)
+    sharding.shard(model, torch.float32, CPU)
     with sharding.gathered(model), Collectives() as within:
         logits = decode(model, 2 + 3 * sharding.rank())
         with torch.no_grad():
@@ -251,7 +252,7 @@ def test_gathered_ranks_sample_different_numbers_of_tokens_without_a_word() -> N
 
 def forward_step_forward() -> list[Tensor]:
     model = build("tied")
-    sharding.shard(model, torch.float32)
+    sharding.shard(model, torch.float32, CPU)
     accumulate(model, "tied")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -318,7 +319,7 @@ def test_one_process_is_the_plain_thing() -> None:
     model = build("tied")
     before = dict(model.named_parameters())
     sharding.start_process_group(torch.device("cpu"))
-    sharding.shard(model, torch.bfloat16)
+    sharding.shard(model, torch.bfloat16, CPU)
     assert dict(model.named_parameters()) == before and not dist.is_initialized()
     assert (sharding.rank(), sharding.world_size(), sharding.max_over_ranks(7)) == (0, 1, 7)
     values = torch.tensor([1.0, 2.0])
@@ -331,9 +332,49 @@ def test_one_process_is_the_plain_thing() -> None:
     sharding.stop_process_group()
 
 
+def head_left_exact() -> dict[str, Any]:
+    """The score head's 0.37 and its gradient, under layers that compute in bfloat16."""
+    model, seen = build("critic"), {}
+    sharding.shard(model, torch.bfloat16, CPU, exact=model.score)
+    with torch.no_grad():
+        model.score.weight.zero_()
+        model.score.bias.fill_(0.37)
+
+    def body(model: PreTrainedModel, ids: Tensor) -> Tensor:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        values = model.score(hidden.float())
+        seen.update(hidden=hidden, values=values.detach().clone())
+        return (257.0 * values).sum()
+
+    sharding.inside(model, body, token_rows()).backward()
+    seen.update(bias=whole(model.score.bias.grad), weight=whole(model.score.weight.grad))
+    seen["meshes"] = {parameter.device_mesh.device_type for parameter in model.parameters()}
+    return {name: each.detach() if isinstance(each, Tensor) else each for name, each in seen.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_exact_module_computes_in_float32(num_ranks: int) -> None:
+    for seen in run_on_ranks(num_ranks, head_left_exact):
+        assert seen["hidden"].dtype == torch.bfloat16
+        assert torch.equal(seen["values"], torch.full((ROWS * WIDTH, 1), 0.37))
+        # No bfloat16 has 257 or their sums.
+        assert seen["bias"].tolist() == [num_ranks * 257.0 * ROWS * WIDTH]
+        exact = num_ranks * 257.0 * seen["hidden"].double().sum(0)
+        torch.testing.assert_close(seen["weight"][0].double(), exact, rtol=1e-6, atol=1e-3)
+
+
+def test_shards_lie_where_the_model_shall_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a machine with a GPU, which FSDP2 would take by itself.
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    model = build("tied")
+    with sharding.distributed(CPU, alone=True):
+        sharding.shard(model, torch.bfloat16, CPU)
+        assert {parameter.device_mesh.device_type for parameter in model.parameters()} == {"cpu"}
+
+
 def shard_in_half_precision() -> str:
     try:
-        sharding.shard(build("tied").bfloat16(), torch.bfloat16)
+        sharding.shard(build("tied").bfloat16(), torch.bfloat16, CPU)
     except ValueError as error:
         return str(error)
     return ""
