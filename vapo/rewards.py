@@ -9,6 +9,8 @@ from torch import Tensor
 
 from vapo.tasks import Problem, Task
 
+LARGEST_SCORE = torch.finfo(torch.float32).max
+
 
 def verify(
     task: Task, problems: Sequence[Problem], responses: Sequence[str], is_truncated: Tensor
@@ -23,7 +25,7 @@ def verify(
 
     Returns:
         Scores [S] float32, is_correct [S] bool, and what went wrong in the verifier: a text for each response that
-        it failed on, which scores 0 and is wrong.
+        it failed on or gave a score that no float32 holds, which scores 0 and is wrong.
 
     Raises:
         ValueError: If the three do not have the same length.
@@ -37,10 +39,15 @@ def verify(
     is_correct = torch.zeros(len(problems), dtype=torch.bool)
     finished = (~is_truncated).nonzero().squeeze(1).tolist()
     verdicts = task.score([problems[row] for row in finished], [responses[row] for row in finished])
+    errors = []
     for row, verdict in zip(finished, verdicts, strict=True):
-        if verdict.error is None:
+        error = verdict.error
+        if error is None and not abs(verdict.score) <= LARGEST_SCORE:
+            error = f"a score must be a finite float32; got {verdict.score}"
+        if error is None:
             scores[row], is_correct[row] = verdict.score, verdict.is_correct
-    errors = [verdict.error for verdict in verdicts if verdict.error is not None]
+        else:
+            errors.append(error)
     return scores.to(is_truncated.device), is_correct.to(is_truncated.device), errors
 
 

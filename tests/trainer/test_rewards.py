@@ -41,6 +41,18 @@ def test_scores_and_correctness_are_the_verifiers_own_and_an_error_is_worth_noth
     assert task.asked == [("a", "half"), ("b", "broken"), ("c", "fine")]
 
 
+@pytest.mark.parametrize("score", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_score_that_no_float32_holds_is_an_error_of_its_row(score):
+    class Large:
+        def score(self, problems, responses):
+            return [Verdict(score, True), Verdict(3e38, True)]
+
+    scores, is_correct, errors = verify(Large(), [Problem("", "")] * 2, ["a", "b"], torch.zeros(2, dtype=torch.bool))
+    assert scores.tolist() == [0, pytest.approx(3e38)]
+    assert is_correct.tolist() == [False, True]
+    assert errors == [f"a score must be a finite float32; got {score}"]
+
+
 def test_rejects_bad_input(task):
     with pytest.raises(ValueError, match=r"every response must have at least 1 token; got lengths \[2, 0\]"):
         terminal_rewards(torch.ones(2), torch.tensor([0, 2, 2]))
