@@ -21,7 +21,7 @@ class Sampled(NamedTuple):
     Attributes:
         problems: P problems.
         collected: Their P · group_size responses, texts and errors.
-        rounds: How often was sampled.
+        rounds: How often was sampled, on the rank that sampled most.
         informative: Share of all sampled groups, over all ranks, in which responses differ in being correct.
     """
 
@@ -41,7 +41,8 @@ def sample_informative(
     """Sample rounds of prompts until ``num_prompts`` groups are informative on every rank.
 
     A group is judged by the verifier's word, not by shaped rewards. After ``max_rounds`` rounds the batch is filled
-    with groups that were sampled but teach nothing: their group advantages are zero.
+    with groups that were sampled but teach nothing: their group advantages are zero. A rank that has its share waits
+    for the others.
 
     Args:
         draw: Gives the problems of a round.
@@ -51,19 +52,22 @@ def sample_informative(
     """
     problems: list[Problem] = []
     parts: list[Collected] = []
-    for _ in range(max_rounds):
+    missing, rounds = num_prompts, 0
+    while rounds < max_rounds and max_over_ranks(missing) > 0:
+        rounds += 1
+        # Ranks draw from the same data in step, whether they take their part or not.
         drawn = draw()
-        problems += drawn
-        parts.append(collect(drawn))
-        is_informative = torch.cat([informative_groups(part.rollout) for part in parts])
-        if max_over_ranks(num_prompts - int(is_informative.sum())) <= 0:
-            break
+        if missing > 0:
+            problems += drawn
+            parts.append(collect(drawn))
+            is_informative = torch.cat([informative_groups(part.rollout) for part in parts])
+            missing = num_prompts - int(is_informative.sum())
     # Informative groups first, each kind in the order in which it was sampled.
     chosen = (~is_informative).long().argsort(stable=True)[:num_prompts].sort().values.tolist()
     return Sampled(
         [problems[group] for group in chosen],
         take_groups(join(parts), chosen),
-        len(parts),
+        rounds,
         mean_over_ranks(is_informative.float()),
     )
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vapo import dynamic_sampling
 from vapo.dynamic_sampling import informative_groups, join, sample_informative, take_groups
 from vapo.rollout import Collected, pack
 from vapo.tasks import Problem
@@ -117,6 +118,27 @@ def test_errors_of_every_round_are_told_of():
     sampled = source.sample(num_prompts=1, max_rounds=2)
     assert prompts(sampled) == [1]
     assert sampled.collected.errors == ["error 0"]
+
+
+@pytest.mark.parametrize(("rounds_of_others", "rounds"), [(1, 1), (3, 3), (9, 4)])
+def test_a_rank_that_has_its_share_waits_for_the_others(monkeypatch, rounds_of_others, rounds):
+    source, asked, collected = Source([MIXED] * 8, per_round=2), [], []
+
+    def most(missing):
+        asked.append(missing)
+        return max(missing, int(len(asked) <= rounds_of_others))
+
+    def collect(problems):
+        collected.append([problem.prompt for problem in problems])
+        return source.collect(problems)
+
+    monkeypatch.setattr(dynamic_sampling, "max_over_ranks", most)
+    sampled = sample_informative(source.draw, collect, num_prompts=2, max_rounds=4)
+    # It draws and asks as often as the others, but samples once.
+    assert (sampled.rounds, source.dealt, collected) == (rounds, 2 * rounds, [["0", "1"]])
+    assert len(asked) == min(rounds + 1, 4)
+    assert (prompts(sampled), sampled.informative) == ([0, 1], 1.0)
+    assert_agrees(sampled, source)
 
 
 def test_take_groups_keeps_the_order_asked_for():
