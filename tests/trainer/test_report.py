@@ -187,8 +187,8 @@ def test_runs_with_less_than_others_are_compared(tmp_path: Path) -> None:
     assert cells(compare([empty], picture))[2:] == [rows[3]]
 
 
-def test_the_time_of_a_resumed_run_counts_all_its_starts(tmp_path: Path) -> None:
-    elapsed = (1.0, 60.0, 2.0, 30.0, 5.0)
+def test_the_time_of_a_run_is_that_of_its_last_line(tmp_path: Path) -> None:
+    elapsed = (1.0, 60.0, 62.0, 95.0, None)
     records = [{"phase": "vapo", "step": step, "timing_s/elapsed": time} for step, time in enumerate(elapsed)]
     assert cells(compare([write_run(tmp_path / "run", records)], tmp_path / "picture.png"))[2][-1] == "1:35"
 

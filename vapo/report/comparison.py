@@ -151,13 +151,8 @@ def _preset_settings() -> dict[str, dict[str, Any]]:
 
 
 def _seconds(records: list[dict[str, Any]]) -> float:
-    """Time of all starts of a run together; a run that was taken up again counts its seconds anew."""
-    total = last = 0.0
-    for elapsed in (record.get("timing_s/elapsed") or 0.0 for record in records):
-        if elapsed < last:
-            total += last
-        last = elapsed
-    return total + last
+    """Time of a run up to its last line; one that was taken up again goes on counting."""
+    return max((record.get("timing_s/elapsed") or 0.0 for record in records), default=0.0)
 
 
 def _column(records: list[dict[str, Any]], name: str) -> dict[int, float]:
