@@ -126,6 +126,16 @@ def test_group_advantages_by_hand():
     torch.testing.assert_close(three, torch.tensor([1.0, 0.0, -1.0]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("score", [0.1, -0.7, 1 / 3])
+def test_equal_scores_that_no_float_has_exactly_give_no_advantage(score):
+    # Their mean is off by a rounding, a standard deviation of it as well.
+    scores = torch.full((16,), score)
+    assert scores.mean() != scores[0]
+    assert group_advantages(scores, 16).tolist() == [0.0] * 16
+    mixed = group_advantages(torch.cat([scores, torch.tensor([1.0] + [0.0] * 15)]), 16)
+    assert not mixed[:16].any() and mixed[16:].all()
+
+
 def test_group_estimator_gives_every_token_its_responses_advantage():
     rollout = packed([2, 1, 1, 3], [1.0, 0.0, 0.0, 0.0], group_size=2)
     config = replace(PLAIN, advantage_estimator="group")

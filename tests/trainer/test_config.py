@@ -31,6 +31,10 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
             "attention must be sdpa or eager where dtype is float32, which flash attention does not take;"
             " got flash_attention_2",
         ),
+        (
+            {"truncated": "penalty", "max_new_tokens": 1000},
+            "overlong_buffer must be <= max_new_tokens = 1000; got 1024",
+        ),
         ({"dual_clip": 1.0}, "dual_clip must be None or > 1; got 1.0"),
         (
             {"warm_start_steps": 20, "warm_start_steady_steps": 20},
@@ -85,6 +89,9 @@ def test_what_compares_within_a_group_needs_one(changes, alone):
         {"gamma": 1, "top_p": 1e-9, "clip_low": 0.3, "clip_high": 0.3},
         {"eval_task": "", "reward": "", "critic": "", "dual_clip": None, "value_clip": None},
         {"trackers": ("tensorboard", "wandb"), "stop": ("</answer>",)},
+        {"truncated": "penalty", "max_new_tokens": 1024, "overlong_buffer": 1024},
+        {"truncated": "zero", "max_new_tokens": 9, "overlong_buffer": 1024},
+        {"clip_higher": False, "clip_low": 0.3},
     ],
 )
 def test_accepts_the_ends_of_each_range(changes):

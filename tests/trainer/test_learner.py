@@ -139,6 +139,41 @@ def test_the_reference_is_the_policy_as_rl_begins(learner_of, small_config):
     assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
 
 
+def same_backbone(critic, policy):
+    weights = policy.base_model.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in critic.base_model.state_dict().items())
+
+
+@pytest.mark.parametrize("phase", ["value_pretraining", "vapo"])
+def test_the_critic_starts_from_the_backbone_of_the_warm_started_policy(learner_of, small_config, phase):
+    learner = learner_of(small_config, "warm_start")
+    step(learner.policy_optimizer)
+    assert not same_backbone(learner.critic, learner.policy)
+    learner.begin(phase, small_config)
+    assert same_backbone(learner.critic, learner.policy)
+    assert not value_head(learner.critic).weight.any()
+    # From then on it is its own.
+    step(learner.critic_optimizer)
+    learner.begin("vapo", small_config)
+    assert not same_backbone(learner.critic, learner.policy)
+
+
+def test_a_given_critic_keeps_its_backbone(learner_of, small_config, critic, tmp_path):
+    critic.save_pretrained(tmp_path / "critic")
+    config = replace(small_config, critic=str(tmp_path))
+    learner = learner_of(config, "warm_start")
+    step(learner.policy_optimizer)
+    learner.begin("value_pretraining", config)
+    weights = learner.critic.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in critic.state_dict().items())
+
+
+def test_more_new_tokens_than_positions_are_refused(learner_of, small_config):
+    learner_of(replace(small_config, max_new_tokens=1023))
+    with pytest.raises(ValueError, match="max_new_tokens must be below the model's 1024 positions; got 1024"):
+        learner_of(replace(small_config, max_new_tokens=1024))
+
+
 def test_the_critic_is_zero_or_the_one_that_is_given(learner_of, small_config, critic, tmp_path):
     assert not value_head(learner_of(small_config).critic).weight.any()
     critic.save_pretrained(tmp_path / "critic")

@@ -308,6 +308,34 @@ def test_a_model_that_scales_the_states_before_its_head_has_no_plain_head():
     assert plain_head(policy) is None
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_probe_of_a_head_leaves_the_attention_as_it_was(monkeypatch, breaks):
+    policy, seen = tiny_model("llama"), []
+
+    def implement(attention):
+        policy.config._attn_implementation_internal = attention
+
+    def forward(self, **arguments):
+        seen.append(self.config._attn_implementation)
+        if breaks:
+            raise RuntimeError("no")
+        return whole_forward(self, **arguments)
+
+    whole_forward = type(policy).forward
+    # What neither runs here nor takes float32.
+    implement("flash_attention_2")
+    monkeypatch.setattr(policy, "set_attn_implementation", implement)
+    monkeypatch.setattr(type(policy), "forward", forward)
+    if breaks:
+        with pytest.raises(RuntimeError, match="no"):
+            plain_head(policy)
+    else:
+        assert plain_head(policy) is policy.lm_head
+    assert seen == ["sdpa"]
+    assert policy.config._attn_implementation == "flash_attention_2"
+    assert not policy.lm_head._forward_hooks and not policy.base_model._forward_hooks
+
+
 def test_exports_load_with_plain_transformers(folder):
     policy, path = folder()
     loaded, _ = load(path)

@@ -1,5 +1,7 @@
 """Model passes: each token's state, whatever else is in the micro-batch, and nothing but those states."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import ATTENTIONS, FAMILIES, VOCABULARY, tiny_model
@@ -22,6 +24,7 @@ from vapo.packing import (
     token_logits,
 )
 from vapo.rollout import pack
+from vapo.sharding import distributed, inside
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (4, 1, 6, 3), (3, 1, 2, 7)
 ROWS = torch.tensor([3, 0, 1])
@@ -179,6 +182,21 @@ def test_values_of_bfloat16_features_are_computed_in_float32(under_autocast, rol
     assert values.dtype == torch.float32
     exact = features.double() @ critic.score.weight[0].double() + critic.score.bias.double()
     torch.testing.assert_close(values.double(), exact, atol=1e-5, rtol=1e-6)
+
+
+def test_the_scalar_head_stays_float32_under_bfloat16(rollout, small_config, learner_of):
+    with distributed(torch.device("cpu"), alone=True):
+        critic = learner_of(replace(small_config, dtype="bfloat16")).critic
+        torch.nn.init.constant_(value_head(critic).bias, 0.37)
+        features, values = (inside(critic, read, rollout, ROWS) for read in (state_features, state_values))
+        last = inside(critic, final_values, rollout, ROWS)
+        assert features.dtype == torch.bfloat16
+        # A bfloat16 would be 0.3691.
+        assert torch.equal(values, torch.full((11,), 0.37)) and torch.equal(last, torch.full((3,), 0.37))
+        (257.0 * values).sum().backward()
+        assert value_head(critic).bias.grad.full_tensor().tolist() == [257.0 * 11]
+        found = value_head(critic).weight.grad.full_tensor()[0]
+        torch.testing.assert_close(found.double(), 257 * features.double().sum(0), rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 14, 20, 1000])

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from vapo.tasks import load_task
+from vapo.tasks import Problem, load_task
+from vapo.tasks import rows as rows_module
 from vapo.tasks.math import final_answer
 from vapo.tasks.rows import Rows, read_problems
 
@@ -131,6 +132,22 @@ def test_several_files_and_what_they_hold_out(tmp_path):
             task.problems(1, random.Random(0), held_out=side)
     with pytest.raises(ValueError, match="split must be one of eighth, train, held-out; got 'half'"):
         load_task(",".join(paths), split="half")
+
+
+def test_loading_looks_at_each_row_a_few_times_however_many_there_are(monkeypatch):
+    class Key(tuple):
+        looks = 0
+
+        def __hash__(self):
+            Key.looks += 1
+            return super().__hash__()
+
+    key_of = rows_module._key
+    monkeypatch.setattr(rows_module, "_key", lambda problem: Key(key_of(problem)))
+    problems = [Problem(f"p{number}", "1") for number in range(20_000)]
+    task = Rows("data", problems, None, vote=final_answer)
+    assert len(task.problems(20_000, random.Random(0), held_out=True)) == 2500
+    assert Key.looks <= 10 * len(problems)
 
 
 GOOD = {"prompt": "1 + 1?", "answer": "2"}

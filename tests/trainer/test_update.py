@@ -141,6 +141,25 @@ def test_gradient_is_clipped_to_the_norm(policy, batch):
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_gradient_that_is_not_finite_moves_nothing(policy, critic, batch, kind, bad):
+    model = {"policy": policy, "critic": critic}[kind]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    broken = torch.full((11,), bad)
+    batch, rows = replace(batch, advantages=broken, returns=broken), all_rows(batch.rollout)
+    with pytest.raises(
+        FloatingPointError, match=rf"^the gradient of {type(model).__name__} must be finite; got a norm"
+    ):
+        if kind == "policy":
+            update_policy(policy, optimizer, batch, rows, Config())
+        else:
+            update_critic(critic, optimizer, batch, rows, Config(), value_clip=None)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert not optimizer.state
+
+
 def test_update_critic_approaches_the_returns(critic, batch):
     optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
     rows = all_rows(batch.rollout)
