@@ -4,7 +4,8 @@ SEED ?=
 TASK ?=
 ARGS ?=
 # The sanitizer's environment needs Python 3.12 or 3.13.
-PYTHON312 ?= python3.12
+PYTHON312 ?= $(or $(shell python3.12 -c '' 2>/dev/null && echo python3.12),\
+    $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)),python3.12)
 
 VENV := .venv
 STAMP := $(VENV)/.installed
