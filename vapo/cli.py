@@ -17,6 +17,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from vapo.config import Config
+from vapo.effects import refuse_rl_only
 from vapo.presets import PRESETS, preset
 
 USAGE = """usage: vapo COMMAND [options]
@@ -36,6 +37,9 @@ RESUMABLE = (
     *("checkpoint_every", "keep_checkpoints", "device", "threads", "micro_batch_tokens", "rollout_batch_size"),
     *("gradient_checkpointing", "reward_timeout"),
 )
+
+# Commands that train, and where they end.
+LAST_PHASES = {"train": "vapo", "pretrain-value": "value_pretraining"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,7 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 for a failed write, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line; returns the exit status: 0, 1 for a run that stopped, 2 for bad input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -118,10 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, options = arguments[0], arguments[1:]
     try:
-        if command == "train":
-            return _train(*_parse_train("vapo train", options), last_phase="vapo")
-        if command == "pretrain-value":
-            return _train(*_parse_train("vapo pretrain-value", options), last_phase="value_pretraining")
+        if command in LAST_PHASES:
+            return _train(*_parse_train(command, options), last_phase=LAST_PHASES[command])
         if command == "evaluate":
             return _evaluate(_parse(Evaluate, "vapo evaluate", options))
         if command == "report":
@@ -208,18 +210,19 @@ def _report(command: Report) -> int:
     return 0
 
 
-def _parse_train(program: str, arguments: list[str]) -> tuple[Train, Config]:
-    """Read the options of ``vapo train``; preset, task and model set the defaults of all others."""
-    name = _value_of("--preset", arguments, default="vapo")
-    if name not in PRESETS:
-        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}; got {name!r}")
+def _parse_train(name: str, arguments: list[str]) -> tuple[Train, Config]:
+    """Read the options of a command that trains; preset, task and model set the defaults of all others."""
+    algorithm = _value_of("--preset", arguments, default="vapo")
+    if algorithm not in PRESETS:
+        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}; got {algorithm!r}")
     first = {field: value for field in ("task", "model") if (value := _value_of(f"--{field}", arguments, default=""))}
-    defaults = Options(**asdict(preset(name, **first)))
-    command = _parse(Train, program, arguments, default=Train(config=defaults))
-    names = _given_fields(arguments)
-    given = {name: getattr(command.config, name) for name in names}
+    defaults = Options(**asdict(preset(algorithm, **first)))
+    command = _parse(Train, f"vapo {name}", arguments, default=Train(config=defaults))
+    given = {field: getattr(command.config, field) for field in _given_fields(arguments)}
+    if LAST_PHASES[name] == "value_pretraining":
+        refuse_rl_only(given)
     if not command.resume:
-        return command, preset(name, **given)
+        return command, preset(algorithm, **given)
     if _value_of("--preset", arguments, default="") or command.out:
         raise ValueError("--resume takes the run's own preset and folder; got --preset or --out beside it")
     return command, _resumed_config(Path(command.resume), given)

@@ -53,6 +53,16 @@ RULES = (
     ),
 )
 
+# What value pretraining, and the warm start and the evaluation before it, never look at.
+RL_ONLY = (
+    *("decoupled_gae", "length_adaptive_gae", "clip_higher", "token_level_loss", "positive_nll", "group_sampling"),
+    *("use_values", "lam_policy", "lam_critic", "alpha", "clip_low", "clip_high", "dual_clip", "nll_weight"),
+    *("kl_weight", "kl_reward_weight", "entropy_weight", "value_clip", "whiten_advantages"),
+    *("steps", "num_prompts", "group_size", "dynamic_sampling", "max_sampling_rounds"),
+    *("mini_batches", "actor_epochs", "critic_epochs", "actor_lr", "actor_lr_warmup"),
+    *("eval_every", "logged_samples"),
+)
+
 
 def has_effect(config: Config, field: str) -> bool:
     """Say whether ``field`` changes anything beside the other settings of ``config``.
@@ -79,6 +89,17 @@ def refuse_ineffective(config: Config, given: Mapping[str, object]) -> None:
             "truncated = 'bootstrap' has no effect without a critic whose values are used; got"
             f" advantage_estimator={config.advantage_estimator!r}, use_values={config.use_values}"
         )
+
+
+def refuse_rl_only(given: Mapping[str, object]) -> None:
+    """Check that every setting given has an effect in a run that ends with value pretraining.
+
+    Raises:
+        ValueError: If one has none.
+    """
+    for field, value in given.items():
+        if field in RL_ONLY:
+            raise ValueError(f"{field} has no effect where a run ends with value pretraining; got {value!r}")
 
 
 def _is_off(field: str, value: object) -> bool:

@@ -66,8 +66,9 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
             learner.restore(checkpoint, config)
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
         place = (learner.phase or PHASES[0], learner.step) if resume else None
+        total_steps = config.total_steps if last_phase == "vapo" else config.total_steps - config.steps
         with RunLog(
-            folder, config=asdict(config), total_steps=config.total_steps, resume_after=place, trackers=trackers
+            folder, config=asdict(config), total_steps=total_steps, resume_after=place, trackers=trackers
         ) as log:
             if plain_head(learner.policy) is None:
                 log.note("the policy's head is more than a matrix: its loss goes through whole logits of a micro-batch")
@@ -133,8 +134,10 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
     for step in range(learner.step + 1, count + 1):
         yield step
         learner.step = step
-        if step % config.checkpoint_every == 0 or step == count:
+        if learner.phase_is_over or step % config.checkpoint_every == 0 or step == count:
             learner.save(folder, config)
+        if learner.phase_is_over:
+            return
 
 
 def check_shares(config: Config, held_out: HeldOut) -> None:

@@ -9,12 +9,16 @@ import time
 from dataclasses import asdict, fields
 
 import pytest
+from families import tiny_model
+from other_values import other_value
 
 import vapo.trainer
 from vapo.cli import RESUMABLE, main
 from vapo.config import Config
+from vapo.effects import RL_ONLY
 from vapo.metrics import RunLog
 from vapo.presets import PRESETS, preset
+from vapo.tasks import load_task
 
 
 def options(settings):
@@ -156,6 +160,50 @@ def test_a_defect_during_the_run_keeps_its_traceback(monkeypatch, tmp_path):
     assert str(error.value.__cause__) == "mask must be bool"
 
 
+def test_a_gradient_that_is_not_finite_ends_in_a_sentence(monkeypatch, tmp_path, small_settings, capsys):
+    folder = tmp_path / "run"
+    monkeypatch.setattr("vapo.update.clip_grad_norm", lambda model, max_norm: float("nan"))
+    assert main(["train", "--out", str(folder), *options(small_settings)]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1] == (
+        "vapo: the run stopped: the gradient of Qwen3ForCausalLM must be finite; got a norm of nan;"
+        f" `vapo train --resume {folder}` goes on from its newest checkpoint"
+    )
+
+
+@pytest.fixture
+def rows_and_model(tmp_path):
+    """A file of rows, one of which has 61 tokens, and the folder of a model with 64 positions."""
+    policy = tiny_model("llama")
+    policy.save_pretrained(tmp_path / "model")
+    load_task("running-total").tokenizer.save_pretrained(tmp_path / "model")
+    prompts = [f"{number} +1 =" for number in range(4)] + [" ".join(["+1"] * 61)]
+    lines = [json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return ["--task", str(tmp_path / "rows.jsonl"), "--model", str(tmp_path / "model")]
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "message"),
+    [
+        (64, "max_new_tokens must be below the model's 64 positions; got 64"),
+        (4, "a prompt must leave room for 4 new tokens in the model's 64 positions; got 61 tokens in '+1 +1"),
+    ],
+)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_sequences_longer_than_the_model_are_refused_before_anything_is_written(
+    rows_and_model, tmp_path, capsys, max_new_tokens, message, held_out
+):
+    if held_out:
+        (tmp_path / "train.jsonl").write_text('{"prompt": "1 +1 =", "answer": "2"}')
+        rows_and_model = [*rows_and_model, "--task", str(tmp_path / "train.jsonl"), "--eval-task", rows_and_model[1]]
+    settings = {"max_new_tokens": max_new_tokens, "device": "cpu", "threads": 1}
+    assert main(["train", "--out", str(tmp_path / "run"), *rows_and_model, *options(settings)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith(f"vapo: {message}")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["train", "pretrain-value"])
 def test_help_lists_every_setting(capsys, command):
     with pytest.raises(SystemExit) as stop:
@@ -197,6 +245,15 @@ def test_pretrain_value_ends_with_the_critic(runs, tmp_path):
     assert runs == [(preset("vapo", seed=4), tmp_path / "run", False, "value_pretraining")]
 
 
+@pytest.mark.parametrize("field", RL_ONLY)
+def test_pretrain_value_refuses_what_only_rl_uses(runs, capsys, tmp_path, field):
+    value = other_value(Config(), field)
+    assert main(["pretrain-value", "--out", str(tmp_path / "run"), *options({field: value})]) == 2
+    expected = f"{field} has no effect where a run ends with value pretraining; got {value!r}"
+    assert capsys.readouterr().err.endswith(f"vapo: {expected}\n")
+    assert runs == []
+
+
 def test_a_resumed_run_keeps_its_settings(earlier_run, runs):
     folder, config = earlier_run
     assert main(["train", "--resume", str(folder)]) == 0
@@ -213,6 +270,12 @@ CHANGES = {
     "device": "cpu",
     "threads": 1,
     "reward_timeout": 3.0,
+    "eval_problems": 5,
+    "eval_samples": 6,
+    "eval_top_p": 0.7,
+    "micro_batch_tokens": 99,
+    "rollout_batch_size": 8,
+    "gradient_checkpointing": True,
 }
 
 
@@ -221,27 +284,6 @@ def test_what_does_not_change_the_results_may_be_given_anew(earlier_run, runs, f
     folder, config = earlier_run
     assert main(["train", "--resume", str(folder), *options({field: CHANGES[field]})]) == 0
     assert asdict(runs[0][0]) == asdict(config) | {field: CHANGES[field]}
-
-
-def other_value(config, name):
-    """Another value of a field, of its kind."""
-    value = getattr(config, name)
-    choices = {
-        "dtype": "bfloat16",
-        "attention": "eager",
-        "advantage_estimator": "group",
-        "truncated": "mask",
-        "engine": "transformers",
-    }
-    if name in choices:
-        return choices[name]
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, tuple):
-        return ("another",)
-    if isinstance(value, str):
-        return "another"
-    return 0.625 if value is None or isinstance(value, float) else value + 1
 
 
 @pytest.mark.parametrize("field", sorted({field.name for field in fields(Config)} - set(RESUMABLE)))
@@ -281,36 +323,47 @@ def test_a_folder_without_a_run_is_not_resumed(capsys, tmp_path):
     assert capsys.readouterr().err == f"vapo: {expected}\n"
 
 
-def test_evaluate_prints_a_line_for_each_number(capsys, monkeypatch):
-    seen = {}
+def test_settings_that_nobody_knows_are_named_where_a_run_goes_on(earlier_run, runs, capsys):
+    folder, _ = earlier_run
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | {"lambda": 0.9, "alhpa": 1}))
+    assert main(["train", "--resume", str(folder)]) == 2
+    expected = f"{folder}/config.json must hold known settings; got alhpa, lambda"
+    assert capsys.readouterr().err == f"vapo: {expected}\n"
+    assert runs == []
 
-    def evaluated(**settings):
-        seen.update(settings)
+
+def test_evaluate_prints_a_line_for_each_number(capsys, monkeypatch):
+    seen = []
+
+    def evaluated(source, **settings):
+        seen.append((source, settings))
         return {"val/accuracy_sampled": 0.123456, "val/pass@2": 1.0}
 
     monkeypatch.setattr("vapo.evaluate_model.evaluate_model", evaluated)
-    assert main(["evaluate", "some/run", "--samples", "2", "--problems", "7", "--top-p", "0.7"]) == 0
+    assert main(["evaluate", "some/run"]) == 0
     assert capsys.readouterr().out == "val/accuracy_sampled  0.1235\nval/pass@2            1\n"
-    assert seen == {
-        "run": "some/run",
-        "task": "",
-        "reward": "",
-        "problems": 7,
-        "samples": 2,
-        "temperature": 1.0,
-        "top_p": 0.7,
-        "max_new_tokens": 0,
-        "seed": 0,
-        "device": "auto",
-    }
+    given = {"problems": 7, "samples": 2, "top_p": 0.7, "temperature": 0.5, "max_new_tokens": 9, "seed": 0}
+    given |= {"task": "T", "reward": "", "device": "cpu", "dtype": "bfloat16", "attention": "eager"}
+    given |= {"engine": "transformers", "rollout_batch_size": 0}
+    assert main(["evaluate", "some/run", *options(given)]) == 0
+    names = {"problems": "eval_problems", "samples": "eval_samples", "top_p": "eval_top_p"}
+    # Under the names of Config; what is left out is left to the run, what is empty or 0 is not.
+    assert seen == [("some/run", {}), ("some/run", {names.get(name, name): value for name, value in given.items()})]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["evaluate"], "vapo: "),
-        (["evaluate", "R", "--problems", "0"], "vapo: problems must be >= 1; got 0\n"),
-        (["evaluate", "R", "--samples", "0"], "vapo: samples must be >= 1; got 0\n"),
+        (
+            ["evaluate", "R", "--task", "running-total", "--problems", "0"],
+            "vapo: eval_problems must be an integer >= 1; got 0\n",
+        ),
+        (
+            ["evaluate", "R", "--task", "running-total", "--samples", "0"],
+            "vapo: eval_samples must be an integer >= 1; got 0\n",
+        ),
         (["evaluate", "R"], "vapo: task must be given for a model that is no run; got none for R\n"),
         (["report"], "vapo: "),
     ],

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from other_values import other_value
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vapo.trainer
+from vapo.checkpoint import latest_checkpoint, read_state
 from vapo.config import Config
+from vapo.effects import RL_ONLY
 from vapo.learner import Learner
 from vapo.metrics import RunLog
 from vapo.models import load_critic, tiny_policy, value_head
@@ -43,6 +46,20 @@ def places(folder):
 def all_correct(monkeypatch):
     """Every finished response is correct, so that there is something to learn."""
     monkeypatch.setattr(RunningTotal, "score", lambda _, problems, texts: [Verdict(1.0, True) for _ in texts])
+
+
+@pytest.fixture
+def kept_logs(monkeypatch):
+    """The logs that runs open."""
+    logs = []
+
+    class KeptLog(RunLog):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            logs.append(self)
+
+    monkeypatch.setattr(vapo.trainer, "RunLog", KeptLog)
+    return logs
 
 
 def test_a_run_leaves_its_record_and_its_models(small_config, task, tmp_path):
@@ -84,6 +101,7 @@ def test_every_preset_runs_from_end_to_end(name, small_settings, tmp_path):
         name, ("pretraining_steps", "pretraining_prompts", "pretraining_mini_batches")
     )
     given = {field: value for field, value in small_settings.items() if field not in unused}
+    given |= {"overlong_buffer": 2} if name == "dapo" else {}
     config = preset(name, **given | {"steps": 1, "warm_start_steps": 1})
     train(config, tmp_path / "run")
     assert places(tmp_path / "run")[-1] == ("vapo", 1)
@@ -149,27 +167,42 @@ def test_a_pretrained_critic_is_where_another_run_starts(small_config, tmp_path,
 
 @pytest.mark.parametrize(("explained", "num_rollouts"), [([0.1, 0.4, 0.7, 0.9], 3), ([0.1] * 4, 4)])
 def test_value_pretraining_stops_on_explained_variance_or_on_the_step_limit(
-    small_config, tmp_path, monkeypatch, capsys, explained, num_rollouts
+    small_config, tmp_path, monkeypatch, capsys, explained, num_rollouts, kept_logs
 ):
-    logs = []
-
-    class KeptLog(RunLog):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            logs.append(self)
-
     remaining = iter(explained)
-    monkeypatch.setattr(vapo.trainer, "RunLog", KeptLog)
     monkeypatch.setattr(
         vapo.trainer, "pretraining_step", lambda *_: ({"critic/pretrain/vf_explained_var": next(remaining)}, [])
     )
     train(replace(small_config, pretraining_steps=4, pretraining_target=0.6), tmp_path / "run")
     assert [phase for phase, _ in places(tmp_path / "run")].count("value_pretraining") == num_rollouts
     # Steps that an early end leaves out are not waited for.
-    assert logs[0].progress.steps_done == logs[0].progress.total_steps == 2 + num_rollouts + 2
+    (log,) = kept_logs
+    assert log.progress.steps_done == log.progress.total_steps == 2 + num_rollouts + 2
     output = " ".join(capsys.readouterr().out.split())
     told = "value pretraining ended at its limit of 4 rollouts: explained variance 0.10, target 0.6"
     assert (told in output) == (num_rollouts == 4)
+
+
+@pytest.mark.parametrize("explained", [[0.1, 0.7], [0.1, 0.1, 0.1, 0.7]])
+def test_a_phase_that_reached_its_target_is_over_for_a_resumed_run(small_config, tmp_path, monkeypatch, explained):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    remaining = iter(explained)
+    pretrained = lambda *_: ({"critic/pretrain/vf_explained_var": next(remaining)}, [])  # noqa: E731
+    monkeypatch.setattr(vapo.trainer, "pretraining_step", pretrained)
+    config = replace(small_config, pretraining_steps=4, pretraining_target=0.6, checkpoint_every=3)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(vapo.trainer, "vapo_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "run")
+    state = read_state(latest_checkpoint(tmp_path / "run"))
+    last = ("value_pretraining", len(explained), True)
+    assert (state["phase"], state["step"], state["phase_is_over"]) == last
+    # A further rollout would find nothing left to explain.
+    train(config, tmp_path / "run", resume=True)
+    expected = [("warm_start", 2), *(("value_pretraining", n + 1) for n in range(len(explained))), ("vapo", 0)]
+    assert places(tmp_path / "run") == [("warm_start", 1), *expected, ("vapo", 1), ("vapo", 2)]
 
 
 def test_evaluations_are_every_so_many_steps_and_at_both_ends(small_config, tmp_path):
@@ -262,13 +295,69 @@ def test_a_verifier_that_fails_is_told_of_and_does_not_end_the_run(small_config,
     assert read_metrics(tmp_path / "run")[-1]["reward/errors"] == 4
 
 
-@pytest.mark.parametrize("name", ["num_prompts", "pretraining_prompts", "warm_start_batch", "eval_problems"])
+RANKS = 3
+SHARES = {
+    "num_prompts": ({"num_prompts": 2}, 4),
+    "pretraining_prompts": ({"pretraining_prompts": 2}, 4),
+    "warm_start_batch": ({"warm_start_batch": 2}, 4),
+    "the number of held-out problems": ({}, 2),
+    # 3 · 2 responses are 2 mini-batches of 3, but 3 of 2.
+    "num_prompts × group_size / mini_batches": ({"mini_batches": 3}, 4),
+    "pretraining_prompts / pretraining_mini_batches": ({"pretraining_mini_batches": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
 def test_a_rank_without_work_is_refused(small_config, monkeypatch, name):
-    config = replace(small_config, num_prompts=3, pretraining_prompts=3, warm_start_batch=3, eval_problems=3)
-    monkeypatch.setattr(vapo.trainer, "world_size", lambda: 3)
-    check_shares(config)
-    with pytest.raises(ValueError, match=f"^{name} must be >= the number of ranks, 3; got 2"):
-        check_shares(replace(config, **{name: 2}))
+    enough = {"num_prompts": 3, "pretraining_prompts": 3, "pretraining_mini_batches": 1, "warm_start_batch": 3}
+    config = replace(small_config, **enough)
+    changes, num_held_out = SHARES[name]
+
+    def held_out(count):
+        return vapo.trainer.HeldOut(None, [Problem("", "")] * count)
+
+    check_shares(replace(config, **changes), held_out(1))
+    monkeypatch.setattr(vapo.trainer, "world_size", lambda: RANKS)
+    check_shares(config, held_out(3))
+    with pytest.raises(ValueError) as error:
+        check_shares(replace(config, **changes), held_out(num_held_out))
+    got = 1 if name == "pretraining_prompts / pretraining_mini_batches" else 2
+    assert str(error.value) == f"{name} must be >= the number of ranks, 3; got {got}"
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_head_that_is_not_plain_is_told_of_once(small_config, tmp_path, monkeypatch, capsys, is_plain):
+    monkeypatch.setattr("vapo.models._logits_are_the_heads", lambda policy, head: is_plain)
+    train(small_config, tmp_path / "run")
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("the policy's head is more than a matrix: its loss goes through whole logits") == (not is_plain)
+
+
+def pretrained(config, folder):
+    """What a run that ends with value pretraining leaves."""
+    train(config, folder, last_phase="value_pretraining")
+    return without_times(folder), (folder / "pretrained_critic" / "model.safetensors").read_bytes()
+
+
+def test_pretraining_never_looks_at_what_only_rl_uses(small_config, tmp_path, monkeypatch):
+    # Rewards that differ, and a truncation that a length decides.
+    monkeypatch.setattr(RunningTotal, "score", lambda _, problems, texts: [Verdict(len(t) % 3, False) for t in texts])
+    config = replace(small_config, pretraining_steps=2, critic_lr=1e-2, stop=("#", "1", "2", "3", "4", "5"))
+    expected = pretrained(config, tmp_path / "run")
+    assert expected[0][-1]["critic/pretrain/vf_loss"] > 0
+    changes = {name: other_value(config, name) for name in RL_ONLY} | {"dual_clip": 2.0}
+    assert all(value != getattr(config, name) for name, value in changes.items())
+    # Dynamic sampling wants groups.
+    alone = {"group_sampling": changes.pop("group_sampling")}
+    assert pretrained(replace(config, **changes), tmp_path / "changed") == expected
+    assert pretrained(replace(config, **alone), tmp_path / "alone") == expected
+    assert pretrained(replace(config, gamma=0.5), tmp_path / "other") != expected
+
+
+def test_the_progress_of_pretraining_counts_no_rl_steps(small_config, tmp_path, kept_logs):
+    train(small_config, tmp_path / "run", last_phase="value_pretraining")
+    (log,) = kept_logs
+    assert log.progress.total_steps == log.progress.steps_done == 3
 
 
 def test_bfloat16_trains_float32_parameters(small_config, tmp_path):
