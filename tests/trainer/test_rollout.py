@@ -3,6 +3,7 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.generation import ContinuousBatchingConfig
 from vapo import rollout as rollout_module
 from vapo.rollout import (
     Sampling,
+    check_prompts,
     collect,
     encode_prompts,
     generate_continuously,
@@ -327,6 +329,34 @@ def test_rejects_bad_input_before_sampling(engine, changes, message, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("engine", "device", "batch_size", "expected"),
+    [
+        ("loop", "cpu", 5, [2, 2, 1]),
+        ("loop", "cuda", 5, [2, 2, 1]),
+        ("loop", "cpu", 1, [1] * 5),
+        ("loop", "cpu", 0, [5]),
+        ("transformers", "cpu", 5, [2, 2, 1]),
+        ("transformers", "cuda", 5, [5]),
+    ],
+)
+def test_all_engines_but_continuous_batching_obey_the_batch_size(engine, device, batch_size, expected, monkeypatch):
+    policy, seen = tiny_model("gpt2"), []
+
+    def record(name, policy, prompts, group_size, sampling, generator):
+        seen.append((name, len(prompts)))
+        return [torch.tensor([1])] * (len(prompts) * group_size)
+
+    for name in ("sample_in_loop", "generate_padded", "generate_continuously"):
+        monkeypatch.setattr(rollout_module, name, partial(record, name))
+    monkeypatch.setattr(type(policy), "device", SimpleNamespace(type=device))
+    sampling = Sampling(4, (1,), engine=engine, batch_size=batch_size)
+    prompts = [torch.tensor([5, 9])] * 5
+    assert len(sample(policy, prompts, group_size=2, sampling=sampling, generator=seeded())) == 10
+    name = {"loop": "sample_in_loop", "cpu": "generate_padded", "cuda": "generate_continuously"}
+    assert seen == [(name["loop" if engine == "loop" else device], count) for count in expected]
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
         ("gpt2", {}, 64),
@@ -337,6 +367,21 @@ def test_rejects_bad_input_before_sampling(engine, changes, message, monkeypatch
 )
 def test_positions_count_what_rope_scaling_adds(family, changes, expected):
     assert max_positions(tiny_model(family, **changes)) == expected
+
+
+def test_prompts_are_checked_before_training_and_long_ones_alone_are_encoded(monkeypatch):
+    policy, task = tiny_model("gpt2", max_position_embeddings=400), RunningTotal()
+    fitting = Problem(" ".join(["+1"] * 40), "")
+    full, long = (Problem(" ".join(["+1"] * count), "") for count in (60, 61))
+    check_prompts(policy, task.tokenizer, [fitting, full], 340)
+    with pytest.raises(ValueError, match=r"for 340 new tokens in the model's 400 positions; got 61 tokens in '\+1 \+1"):
+        check_prompts(policy, task.tokenizer, [full, long, full], 340)
+    messages = Problem([{"role": "user", "content": long.prompt}], "")
+    with pytest.raises(ValueError, match="got 64 tokens in"):
+        check_prompts(policy, chat_tokenizer(), [messages], 340)
+    # A prompt of few bytes has few tokens.
+    monkeypatch.setattr(rollout_module, "encode_prompts", None)
+    check_prompts(policy, task.tokenizer, [Problem("+1 +1", "")], 100)
 
 
 def test_a_prompt_and_its_response_may_fill_the_positions():
