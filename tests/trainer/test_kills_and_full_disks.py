@@ -163,7 +163,7 @@ def test_no_room_for_a_checkpoint(command, whole, tmp_path, monkeypatch, capsys,
     errors = capsys.readouterr().err
     assert_stopped_in_a_sentence(errors, folder, what)
     assert ("No space left on device" in errors) != is_limit
-    assert checkpoints(folder) == ["1-value_pretraining-000000", "1-value_pretraining-000001"]
+    assert checkpoints(folder) == ["0-warm_start-000002", "1-value_pretraining-000001"]
     assert main(["train", "--resume", str(folder)]) == 0
     assert_same_result(folder, whole)
 
