@@ -35,7 +35,10 @@ setup(
             *("pytest", "accelerate", "cachetools", "codetiming", "datasets", "fastapi", "hydra-core", "omegaconf"),
             *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "uvicorn"),
         ],
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "pyarrow", "reasoning-gym", "math-verify", "tensorboard"],
+        "dev": [
+            *("pytest", "pytest-xdist", "hypothesis", "ruff"),
+            *("pyarrow", "reasoning-gym", "math-verify", "tensorboard"),
+        ],
     },
     entry_points={
         "console_scripts": ["vapo = vapo.cli:main"],

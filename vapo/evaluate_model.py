@@ -13,7 +13,7 @@ from vapo.config import Config
 from vapo.evaluation import evaluate
 from vapo.learner import DTYPES, HELD_OUT_SEED, choose_device, seed_for
 from vapo.models import load_policy, plain_head
-from vapo.rollout import sampling_of
+from vapo.sampling import sampling_of
 from vapo.sharding import distributed, gathered, rank, shard
 from vapo.tasks import load_task
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vapo.rollout import Collected, Sampling, collect
+from vapo.rollout import Collected, collect
+from vapo.sampling import Sampling
 from vapo.sharding import gather_over_ranks, rank, sum_over_ranks, world_size
 from vapo.tasks import Problem, Task
 

@@ -21,7 +21,7 @@ from vapo.models import (
     plain_head,
     value_head,
 )
-from vapo.rollout import Sampling, max_positions, sampling_of
+from vapo.sampling import Sampling, max_positions, sampling_of
 from vapo.sharding import full_state_dict, gather_objects, rank, shard, world_size
 from vapo.tasks import Task
 

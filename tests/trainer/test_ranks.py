@@ -32,7 +32,8 @@ from vapo.learner import Learner, make_learner
 from vapo.models import value_head
 from vapo.packing import all_rows
 from vapo.presets import PRESETS
-from vapo.rollout import Collected, Sampling, pack
+from vapo.rollout import Collected, pack
+from vapo.sampling import Sampling
 from vapo.tasks import Problem, load_task
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train

@@ -12,15 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import ContinuousBatchingConfig
 
 from vapo import rollout as rollout_module
-from vapo.rollout import (
+from vapo import sampling as sampling_module
+from vapo.rollout import check_prompts, collect, encode_prompts, pack
+from vapo.sampling import (
     Sampling,
-    check_prompts,
-    collect,
-    encode_prompts,
     generate_continuously,
     generate_padded,
     max_positions,
-    pack,
     sample,
     sample_in_loop,
 )
@@ -41,7 +39,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def small_paged_cache(monkeypatch):
     """Continuous batching takes what memory there is unless it is told how much it needs."""
     small = partial(ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=256, page_size=16)
-    monkeypatch.setattr(rollout_module, "ContinuousBatchingConfig", small)
+    monkeypatch.setattr(sampling_module, "ContinuousBatchingConfig", small)
 
 
 def seeded(seed=0):
@@ -347,7 +345,7 @@ def test_all_engines_but_continuous_batching_obey_the_batch_size(engine, device,
         return [torch.tensor([1])] * (len(prompts) * group_size)
 
     for name in ("sample_in_loop", "generate_padded", "generate_continuously"):
-        monkeypatch.setattr(rollout_module, name, partial(record, name))
+        monkeypatch.setattr(sampling_module, name, partial(record, name))
     monkeypatch.setattr(type(policy), "device", SimpleNamespace(type=device))
     sampling = Sampling(4, (1,), engine=engine, batch_size=batch_size)
     prompts = [torch.tensor([5, 9])] * 5
