@@ -1,6 +1,6 @@
 """Write ten rows in verl's form, as `vapo train --task rows.parquet` and verl take them.
 
-    python examples/ten_rows.py rows.parquet
+python examples/ten_rows.py rows.parquet
 """
 
 import sys
