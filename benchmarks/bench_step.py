@@ -16,9 +16,10 @@ import torch
 
 STAGES = ("gen", "old_log_prob", "values", "adv", "update_actor", "update_critic")
 OPS = {
-    "vapo.advantages": ("packed_gae", "masked_whiten", "token_logprobs"),
-    "vapo.update": ("policy_loss", "value_loss"),
-    "vapo.trainer": ("explained_variance",),
+    "vapo.advantages": ("packed_gae", "masked_whiten"),
+    "vapo.passes": ("linear_token_logprobs",),
+    "vapo.update": ("linear_policy_loss", "value_loss"),
+    "vapo.explained": ("value_moments",),
 }
 
 
@@ -42,28 +43,25 @@ def time_ops(seconds: Counter) -> None:
     for module_name, names in OPS.items():
         module = importlib.import_module(module_name)
         for name in names:
-            if hasattr(module, name):
-                setattr(module, name, counted(getattr(module, name), seconds))
+            setattr(module, name, counted(getattr(module, name), seconds))
 
 
 def shares(steps: int) -> tuple[dict[str, float], dict[str, float], float]:
     """Seconds of each stage and of each op over some steps, and of the steps."""
-    from vapo.models import critic_from_policy, tiny_policy
+    from vapo.learner import make_learner
     from vapo.presets import preset
     from vapo.tasks import load_task
-    from vapo.trainer import make_generators, make_learner, vapo_step
+    from vapo.vapo_step import vapo_step
 
     ops: Counter = Counter()
     time_ops(ops)
-    config = preset("embedded")
-    task, device = load_task(config.task), torch.device("cpu")
-    policy = tiny_policy(task.tokenizer, seed=0)
-    learner = make_learner(policy, critic_from_policy(policy), config)
-    generators, stages, total = make_generators(0, device), Counter(), 0.0
-    vapo_step(learner, task, config, generators)
+    config = preset("vapo")
+    learner, stages, total = make_learner(config, load_task(config.task), torch.device("cpu")), Counter(), 0.0
+    learner.begin("vapo", config)
+    vapo_step(learner, 1, config)
     ops.clear()
-    for _ in range(steps):
-        metrics, _ = vapo_step(learner, task, config, generators)
+    for step in range(2, steps + 2):
+        metrics, _, _ = vapo_step(learner, step, config)
         total += metrics["timing_s/step"]
         stages.update({stage: metrics[f"timing_s/{stage}"] for stage in STAGES})
     return dict(stages), dict(ops), total

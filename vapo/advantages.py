@@ -59,7 +59,7 @@ def shaped_rewards(rollout: Rollout, passes: Passes, config: Config) -> Tensor:
     if config.truncated == "penalty":
         rewards = rewards.clone()
         rewards[rollout.cu_seqlens[1:] - 1] += overlong_penalty(
-            rollout.lengths, config.max_new_tokens, config.overlong_buffer
+            rollout.lengths, config.max_new_tokens, config.used_overlong_buffer
         )
     if config.kl_reward_weight:
         rewards = rewards - config.kl_reward_weight * (passes.old_logprobs - passes.ref_logprobs)

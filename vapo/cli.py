@@ -24,7 +24,7 @@ USAGE = """usage: vapo COMMAND [options]
 
   vapo train             train a small model on two cores in a few minutes, from nothing
   vapo train --resume R  go on with the run in the folder R
-  vapo pretrain-value    fit a critic to a fixed policy; `vapo train --critic R` starts from it
+  vapo pretrain-value    fit a critic to a fixed policy; `vapo train --critic R --no-value-pretraining` starts from it
   vapo evaluate R        held-out accuracy, pass@k and maj@k of a run or a model
   vapo report R…         one table and one picture that compare runs
 
@@ -52,7 +52,8 @@ class Options(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a policy: supervised warm start (embedded tasks), value pretraining, RL."""
+    """Train a policy: supervised warm start (embedded tasks), value pretraining, RL. The defaults shown are those of
+    the preset, task and model that stand beside --help."""
 
     config: Annotated[Options, tyro.conf.OmitArgPrefixes]
     preset: str = "vapo"
@@ -60,8 +61,9 @@ class Train:
     out: str = ""
     """Folder of the run, new or empty; left out, a fresh one under runs/."""
     resume: str = ""
-    """Folder of a run to go on with, from its newest checkpoint. Its settings hold; only steps, evaluation, record,
-    trackers, device and threads may be given anew."""
+    """Folder of a run to go on with, from its newest checkpoint. Its settings hold; only its length, evaluation,
+    record, trackers, device, threads, memory (micro-batches, rollout batches, gradient checkpointing) and the time of
+    verifiers may be given anew."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the resolved settings as JSON and stop."""
 
@@ -164,12 +166,15 @@ def _train(command: Train, config: Config, *, last_phase: str) -> int:
 
 
 def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
+    from vapo.sharding import rank
     from vapo.trainer import train
 
     existed = (folder / "config.json").exists()
     goes_on = f"`vapo train --resume {folder}` goes on from its newest checkpoint"
     try:
         train(config, folder, resume=resume, last_phase=last_phase)
+        if last_phase == "value_pretraining" and rank() == 0:
+            print(f"`vapo train --critic {folder} --no-value-pretraining …` starts from its critic")
     except ValueError as error:
         if not existed and (folder / "config.json").exists():
             # Once the run records itself, its settings are fine: what goes wrong is a defect and keeps its traceback.
@@ -207,6 +212,7 @@ def _report(command: Report) -> int:
     from vapo.report import compare
 
     print(compare([Path(run) for run in command.runs], Path(command.out)))
+    print(f"picture: {command.out}")
     return 0
 
 

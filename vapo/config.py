@@ -106,8 +106,8 @@ class Config:
     truncated: str = "zero"
     """What the end of a cut response means: "zero" (V(s_l) = 0), "bootstrap" (the critic's V(s_l)), "penalty" (DAPO's
     overlong shaping besides), or "mask" (it does not train). Paper: not stated."""
-    overlong_buffer: int = 1024
-    """Last tokens before max_new_tokens over which the penalty grows from 0 to 1. DAPO: a fifth of the limit."""
+    overlong_buffer: int | None = None
+    """Last tokens before max_new_tokens over which the penalty grows from 0 to 1; None: a fifth of them, as in DAPO."""
     temperature: float = 1.0
     """Sampling temperature, > 0; the loss sees the same scaled logits. Paper: 1.0."""
     top_p: float = 1.0
@@ -200,7 +200,7 @@ class Config:
             ),
             (
                 "overlong_buffer",
-                self.truncated != "penalty" or self.overlong_buffer <= self.max_new_tokens,
+                self.truncated != "penalty" or self.used_overlong_buffer <= self.max_new_tokens,
                 f"<= max_new_tokens = {self.max_new_tokens}",
             ),
             (
@@ -270,6 +270,11 @@ class Config:
         return self.nll_weight if self.positive_nll else 0.0
 
     @property
+    def used_overlong_buffer(self) -> int:
+        """Tokens over which the overlong penalty grows: overlong_buffer, or a fifth of the limit."""
+        return self.overlong_buffer or max(1, self.max_new_tokens // 5)
+
+    @property
     def pretrains_values(self) -> bool:
         """Whether the run has a phase of value pretraining."""
         return self.value_pretraining and self.has_critic
@@ -312,6 +317,8 @@ def _check(name: str, kind: str, value: object) -> None:
         expected, valid = "a tuple of texts", isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
     elif kind == "bool":
         expected, valid = "True or False", isinstance(value, bool)
+    elif kind == "int | None":
+        expected, valid = "None or an integer >= 1", value is None or (is_int and value >= 1)
     elif kind == "int":
         least = 0 if name in _MAY_BE_ZERO else 1
         expected, valid = f"an integer >= {least}", is_int and value >= least

@@ -103,4 +103,9 @@ def refuse_rl_only(given: Mapping[str, object]) -> None:
 
 
 def _is_off(field: str, value: object) -> bool:
-    return value is False or value in (None, "") or (field in ("nll_weight", "warm_start_steps") and value == 0)
+    if value in (None, ""):
+        return True
+    if value is False:
+        # Zeros in the place of values are something to ask for.
+        return field != "use_values"
+    return value == 0 and field in ("nll_weight", "warm_start_steps")

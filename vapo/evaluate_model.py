@@ -16,6 +16,7 @@ from vapo.models import load_policy, plain_head
 from vapo.sampling import sampling_of
 from vapo.sharding import distributed, gathered, rank, shard
 from vapo.tasks import load_task
+from vapo.tasks.rows import SUFFIXES
 
 
 def evaluate_model(source: str, **given: object) -> dict[str, float]:
@@ -38,6 +39,8 @@ def evaluate_model(source: str, **given: object) -> dict[str, float]:
         raise ValueError(f"task must be given for a model that is no run; got none for {source}")
     config = Config(**saved | given)
     name = config.task if "task" in given else config.eval_task or config.task
+    if saved.get("eval_task") and name.endswith(SUFFIXES) and _is_same(name, saved["task"]):
+        raise ValueError(f"task must be one that the run did not train on; got {name}, of which it held nothing out")
     # All rows of a file that the run did not train on are held out.
     split = "eighth" if _is_same(name, saved.get("task")) else "held-out"
     with distributed(choose_device(config), alone=config.dtype == "bfloat16") as device:

@@ -166,10 +166,10 @@ class RunLog:
         if rows:
             self._view.sample(rows[0])
 
-    def note(self, text: str) -> None:
-        """Tell the person something that deserves attention; the same text is told once."""
-        if text not in self._notes:
-            self._notes.add(text)
+    def note(self, text: str, kind: str = "") -> None:
+        """Tell the person something that deserves attention, once: the same text, or any text of the same kind."""
+        if (kind or text) not in self._notes:
+            self._notes.add(kind or text)
             self._view.note(text)
 
     def summary(self, rows: list[tuple[str, str, str]]) -> None:

@@ -241,6 +241,8 @@ def _critic_folder(source: str | Path) -> str | Path:
     for name in ("critic", "pretrained_critic"):
         if (Path(source) / name / "config.json").is_file():
             return Path(source) / name
+    if (Path(source) / "metrics.jsonl").is_file():
+        raise ValueError(f"a run must have a critic for another to start from it; got {source}, which has none")
     return source
 
 

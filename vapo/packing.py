@@ -191,7 +191,8 @@ def sequence_lengths(rollout: Rollout, rows: Tensor) -> Tensor:
 def _values(critic: PreTrainedModel, features: Tensor) -> Tensor:
     """Values [n] float32 of states [n, H], by float32 arithmetic whatever the features come in."""
     with torch.autocast(features.device.type, enabled=False):
-        return value_head(critic)(features.float()).squeeze(-1)
+        # Not a view: FSDP2 warns of those.
+        return value_head(critic)(features.float()).squeeze(-1).clone()
 
 
 @contextmanager

@@ -44,7 +44,6 @@ _EMBEDDED = {
     "group_size": 8,
     "mini_batches": 2,
     "max_new_tokens": 110,
-    "overlong_buffer": 22,
     "micro_batch_tokens": 2048,
     "actor_lr": 3e-4,
     "critic_lr": 1e-3,

@@ -76,7 +76,11 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
+        try:
+            return tokenizer(prompt).input_ids
+        except Exception as error:
+            # What a tokenizer of few words raises is no kind of its own.
+            raise ValueError(f"the tokenizer must know the words of {prompt[:80]!r}; it says: {error}") from error
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer must have a chat template where prompts are messages; got none")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
@@ -108,11 +112,13 @@ def pack(
 def check_prompts(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], max_new_tokens: int
 ) -> None:
-    """Refuse prompts that leave no room for a response, before anything is trained.
+    """Refuse prompts that cannot be encoded or leave no room for a response, before anything is trained.
 
     Raises:
-        ValueError: If one has too many tokens.
+        ValueError: If one has too many tokens, or holds messages and the tokenizer has no chat template.
     """
+    if not tokenizer.chat_template and any(not isinstance(problem.prompt, str) for problem in problems):
+        raise ValueError("the tokenizer must have a chat template where prompts are messages; got none")
     room = max_positions(policy) - max_new_tokens
     for problem in problems:
         text = problem.prompt if isinstance(problem.prompt, str) else str(problem.prompt)

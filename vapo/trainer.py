@@ -70,6 +70,8 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         with RunLog(
             folder, config=asdict(config), total_steps=total_steps, resume_after=place, trackers=trackers
         ) as log:
+            if len(held_out.problems) < config.eval_problems:
+                log.note(f"evaluation has {len(held_out.problems)} held-out problems, all that there are")
             if plain_head(learner.policy) is None:
                 log.note("the policy's head is more than a matrix: its loss goes through whole logits of a micro-batch")
             run_phases(learner, held_out, config, folder, log, last_phase)
@@ -183,9 +185,10 @@ def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dic
 
 
 def note_errors(errors: list[str], log: RunLog) -> None:
-    """Show the first traceback of verifiers that failed; ``reward/errors`` counts them all."""
+    """Show the first traceback of verifiers that failed in a run; ``reward/errors`` counts them all."""
     if errors:
-        log.note(f"a verifier failed on {len(errors)} responses, whose reward is 0; the first one:\n{errors[0]}")
+        text = "a verifier failed; its responses get the reward 0 (reward/errors counts them). The first one:"
+        log.note(f"{text}\n{errors[0]}", kind="verifier")
 
 
 def summary_rows(

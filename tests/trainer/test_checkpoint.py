@@ -61,7 +61,7 @@ def learners(seed: int, *, steps: int = 0, lr: float = 0.01) -> tuple[dict[str, 
     """A policy whose optimiser has taken ``steps`` steps, a critic whose optimiser none."""
     models = {"policy": Model(seed), "critic": Model(seed + 1)}
     for model in models.values():
-        sharding.shard(model, torch.float32)
+        sharding.shard(model, torch.float32, torch.device("cpu"))
     optimizers = {name: AdamW(model.parameters(), lr=lr) for name, model in models.items()}
     for _ in range(steps):
         step(models["policy"], optimizers["policy"])

@@ -328,4 +328,4 @@ def test_evaluate_and_report_complain_in_one_line(capsys, monkeypatch, tmp_path,
 def test_report_compares_runs(capsys, monkeypatch):
     monkeypatch.setattr("vapo.report.compare", lambda runs, picture: f"{[str(run) for run in runs]} {picture}")
     assert main(["report", "runs/a", "runs/b", "--out", "both.png"]) == 0
-    assert capsys.readouterr().out == "['runs/a', 'runs/b'] both.png\n"
+    assert capsys.readouterr().out == "['runs/a', 'runs/b'] both.png\npicture: both.png\n"

@@ -7,6 +7,7 @@ import pytest
 from vapo.config import Config
 
 BAD = {
+    "int | None": 0,
     "bool": "yes",
     "int": -1,
     "float": float("nan"),
@@ -32,7 +33,7 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
             " got flash_attention_2",
         ),
         (
-            {"truncated": "penalty", "max_new_tokens": 1000},
+            {"truncated": "penalty", "max_new_tokens": 1000, "overlong_buffer": 1024},
             "overlong_buffer must be <= max_new_tokens = 1000; got 1024",
         ),
         ({"dual_clip": 1.0}, "dual_clip must be None or > 1; got 1.0"),
@@ -144,3 +145,9 @@ def test_switches_give_the_settings_that_are_used():
 )
 def test_a_reference_is_kept_where_a_kl_term_wants_it(changes, has_reference):
     assert Config(**changes).has_reference == has_reference
+
+
+def test_the_overlong_penalty_grows_over_a_fifth_of_the_limit_unless_it_is_given():
+    assert Config(max_new_tokens=110).used_overlong_buffer == 22
+    assert Config(max_new_tokens=3).used_overlong_buffer == 1
+    assert Config(max_new_tokens=110, overlong_buffer=30).used_overlong_buffer == 30

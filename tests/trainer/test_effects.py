@@ -88,7 +88,7 @@ def test_every_rule_has_a_case_for_each_of_its_fields():
 @pytest.mark.parametrize(
     "given",
     [
-        {"advantage_estimator": "group", "value_pretraining": False, "decoupled_gae": False, "use_values": False},
+        {"advantage_estimator": "group", "value_pretraining": False, "decoupled_gae": False},
         {"advantage_estimator": "group", "critic": "", "value_clip": None},
         {"positive_nll": False, "nll_weight": 0.0},
         {"model": "a/model", "task": "rows.jsonl", "warm_start_steps": 0},
@@ -146,3 +146,8 @@ def test_has_effect_says_what_the_rules_say():
     assert not has_effect(config, "lam_policy")
     assert has_effect(config, "clip_high")
     assert has_effect(Config(length_adaptive_gae=False), "lam_policy")
+
+
+def test_zeros_in_the_place_of_values_are_asked_for():
+    with pytest.raises(ValueError, match="use_values has no effect where advantage_estimator is 'group'; got False"):
+        preset("grpo", use_values=False)

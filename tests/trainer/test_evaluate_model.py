@@ -142,11 +142,12 @@ def changed_run(folder, place, **changes):
 
 def test_a_run_that_evaluated_on_another_task_is_evaluated_there(folder, tmp_path, loaded):
     run = changed_run(folder, tmp_path / "run", task="train.jsonl", eval_task="test.jsonl")
-    for given in ({}, {"task": "train.jsonl"}, {"task": "other.jsonl"}):
+    for given in ({}, {"task": "other.jsonl"}):
         with pytest.raises(ValueError, match="enough"):
             evaluate_model(run, **given)
-    # The rows that the run trained on, asked for by name, keep their own split.
-    assert loaded == [("test.jsonl", "held-out"), ("train.jsonl", "eighth"), ("other.jsonl", "held-out")]
+    assert loaded == [("test.jsonl", "held-out"), ("other.jsonl", "held-out")]
+    with pytest.raises(ValueError, match=r"did not train on; got train\.jsonl"):
+        evaluate_model(run, task="train.jsonl")
 
 
 def test_the_file_that_a_run_trained_on_holds_out_its_eighth_by_any_name(folder, tmp_path, loaded, monkeypatch):

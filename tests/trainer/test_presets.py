@@ -81,10 +81,9 @@ def test_overrides_win_over_preset_and_task():
 @pytest.mark.parametrize(
     ("name", "given", "unused"),
     [
-        ("ppo", {}, {"alpha", "pretraining_steps", "pretraining_prompts", "overlong_buffer"}),
-        ("grpo", {}, {"alpha", "critic_lr", "pretraining_steps", "pretraining_epochs", "overlong_buffer"}),
+        ("ppo", {}, {"alpha", "pretraining_steps", "pretraining_prompts"}),
+        ("grpo", {}, {"alpha", "critic_lr", "pretraining_steps", "pretraining_epochs"}),
         ("dapo", {}, {"alpha", "critic_lr", "pretraining_mini_batches"}),
-        ("vapo", {}, {"overlong_buffer"}),
         ("vapo", {"warm_start_steps": 0}, {"warm_start_clean_steps"}),
     ],
 )
@@ -96,7 +95,7 @@ def test_a_size_of_the_task_without_use_falls_back_to_its_default(name, given, u
 
 
 def test_a_size_with_use_is_the_tasks():
-    assert preset("dapo").overlong_buffer == 22
+    assert preset("dapo").max_new_tokens == 110
     assert preset("vc_ppo").pretraining_steps == 8
 
 

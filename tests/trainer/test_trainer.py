@@ -101,7 +101,6 @@ def test_every_preset_runs_from_end_to_end(name, small_settings, tmp_path):
         name, ("pretraining_steps", "pretraining_prompts", "pretraining_mini_batches")
     )
     given = {field: value for field, value in small_settings.items() if field not in unused}
-    given |= {"overlong_buffer": 2} if name == "dapo" else {}
     config = preset(name, **given | {"steps": 1, "warm_start_steps": 1})
     train(config, tmp_path / "run")
     assert places(tmp_path / "run")[-1] == ("vapo", 1)
@@ -290,8 +289,8 @@ def test_a_verifier_that_fails_is_told_of_and_does_not_end_the_run(small_config,
     stop = tuple(RunningTotal().tokenizer.get_vocab())
     train(replace(small_config, stop=tuple(word for word in stop if word != "<unk>")), tmp_path / "run")
     output = " ".join(capsys.readouterr().out.split())
-    assert "a verifier failed on 4 responses, whose reward is 0; the first one:" in output
-    assert "Traceback: no such column" in output
+    assert output.count("a verifier failed; its responses get the reward 0") == 1
+    assert output.count("Traceback: no such column") == 1
     assert read_metrics(tmp_path / "run")[-1]["reward/errors"] == 4
 
 
