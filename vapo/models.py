@@ -129,7 +129,9 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
     head = value_head(critic)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    return _checkpointed(critic, policy.is_activation_checkpointing).to(policy.device)
+    # transformers 5.24 renamed the property that says so.
+    is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
+    return _checkpointed(critic, is_checkpointed).to(policy.device)
 
 
 def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
