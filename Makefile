@@ -55,7 +55,7 @@ test: $(STAMP)
 # Threads that wait must not spin: the cores may be shared.
 bench: export OMP_WAIT_POLICY := PASSIVE
 bench: $(BENCH_STAMP)
-	$(BENCH_VENV)/bin/python -m benchmarks.run --seconds 1 --budget 780 --target sm_90 --docs $(ARGS)
+	$(BENCH_VENV)/bin/python -m benchmarks.run --seconds 1 --budget 700 --target sm_90 --docs $(ARGS)
 
 # Collected only here: the folders are left out of `make test`, and nothing may be skipped because a host is missing.
 test-integrations: export OMP_NUM_THREADS := 1
