@@ -76,8 +76,9 @@ def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) ->
 def truncated_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
     """V(s_l), the bootstrap of cut responses and 0 for others, [S] float32, without gradient."""
     values = torch.zeros(len(rollout.is_truncated), device=rollout.rewards.device)
-    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
+    truncated = all_rows(rollout)[rollout.is_truncated]
+    for rows, counts in even_micro_batches(rollout, truncated, config.micro_batch_tokens):
         found = inside(critic, final_values, rollout, rows)
         if counts:
             values[rows] = found
-    return values * rollout.is_truncated
+    return values
