@@ -14,19 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
 from vapo.config import Config
-from vapo.models import (
-    critic_from_policy,
-    load_critic,
-    load_policy,
-    plain_head,
-    value_head,
-)
+from vapo.live_view import PHASES as PHASE_TITLES
+from vapo.models import critic_from_policy, load_critic, load_policy, plain_head, value_head
 from vapo.sampling import Sampling, max_positions, sampling_of
 from vapo.sharding import full_state_dict, gather_objects, rank, shard, world_size
 from vapo.tasks import Task
 
 HELD_OUT_SEED = 0
-PHASES = ("warm_start", "value_pretraining", "vapo")
+PHASES = tuple(PHASE_TITLES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -56,7 +56,7 @@ _EMBEDDED = {
     "eval_problems": 400,
 }
 
-EMBEDDED_TASKS: dict[str, dict[str, object]] = {
+EMBEDDED_SIZES: dict[str, dict[str, object]] = {
     "running-total": _EMBEDDED,
     # Implications take longer to learn than sums.
     "knights-knaves": _EMBEDDED
@@ -84,7 +84,7 @@ def preset(name: str = "vapo", **given: object) -> Config:
     """
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
-    sizes = EMBEDDED_TASKS.get(given.get("task", Config.task), {}) if given.get("model", Config.model) == "tiny" else {}
+    sizes = EMBEDDED_SIZES.get(given.get("task", Config.task), {}) if given.get("model", Config.model) == "tiny" else {}
     config = Config(**sizes | PRESETS[name] | given)
     refuse_ineffective(config, given)
     # A size that the task brings and nothing uses falls back to its default, so that what is shown is what holds.

@@ -7,7 +7,7 @@ import pytest
 from vapo.cli import main
 from vapo.config import Config
 from vapo.effects import RULES, has_effect, refuse_ineffective
-from vapo.presets import EMBEDDED_TASKS, PRESETS, preset
+from vapo.presets import EMBEDDED_SIZES, PRESETS, preset
 
 PRETRAINING = {
     "pretraining_steps": 9,
@@ -132,7 +132,7 @@ def test_bootstrap_wants_a_critic_whose_values_are_used(without, capsys):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("place", [*({"task": task} for task in EMBEDDED_TASKS), HUB])
+@pytest.mark.parametrize("place", [*({"task": task} for task in EMBEDDED_SIZES), HUB])
 def test_presets_are_clean(name, place):
     # What differs from the defaults has an effect, unless it only switches something off.
     config = preset(name, **place)

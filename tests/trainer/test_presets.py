@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from vapo.config import Config
-from vapo.presets import EMBEDDED_TASKS, PRESETS, preset
+from vapo.presets import EMBEDDED_SIZES, PRESETS, preset
 
 # The seven parts of VAPO.
 PARTS = {
@@ -54,7 +54,7 @@ def test_there_is_a_test_for_every_preset():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("task", EMBEDDED_TASKS)
+@pytest.mark.parametrize("task", EMBEDDED_SIZES)
 def test_an_embedded_task_brings_sizes_and_no_algorithm(name, task):
     config, plain = asdict(preset(name, task=task)), asdict(preset(name, **REAL))
     changed = {field for field in config if config[field] != plain[field]} - {"task", "model"}
@@ -88,7 +88,7 @@ def test_overrides_win_over_preset_and_task():
     ],
 )
 def test_a_size_of_the_task_without_use_falls_back_to_its_default(name, given, unused):
-    sizes, config, plain = EMBEDDED_TASKS["running-total"], preset(name, **given), Config()
+    sizes, config, plain = EMBEDDED_SIZES["running-total"], preset(name, **given), Config()
     # A default that is the task's size as well would show nothing.
     assert all(sizes[field] != getattr(plain, field) for field in unused)
     assert {field: getattr(config, field) for field in unused} == {field: getattr(plain, field) for field in unused}
@@ -101,7 +101,7 @@ def test_a_size_with_use_is_the_tasks():
 
 def test_presets_name_fields_of_the_config():
     names = {field.name for field in fields(Config)}
-    assert all(set(values) <= names for values in [*PRESETS.values(), *EMBEDDED_TASKS.values()])
+    assert all(set(values) <= names for values in [*PRESETS.values(), *EMBEDDED_SIZES.values()])
 
 
 def test_unknown_preset_is_named():
