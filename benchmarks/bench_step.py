@@ -16,10 +16,9 @@ import torch
 
 STAGES = ("gen", "old_log_prob", "values", "adv", "update_actor", "update_critic")
 OPS = {
-    "vapo.advantages": ("packed_gae", "masked_whiten"),
-    "vapo.passes": ("linear_token_logprobs",),
-    "vapo.update": ("linear_policy_loss", "value_loss"),
-    "vapo.explained": ("value_moments",),
+    "vapo.learning.advantages": ("packed_gae", "masked_whiten", "value_moments"),
+    "vapo.models.forward": ("linear_token_logprobs",),
+    "vapo.learning.update": ("linear_policy_loss", "value_loss"),
 }
 
 
@@ -48,10 +47,10 @@ def time_ops(seconds: Counter) -> None:
 
 def shares(steps: int) -> tuple[dict[str, float], dict[str, float], float]:
     """Seconds of each stage and of each op over some steps, and of the steps."""
-    from vapo.learner import make_learner
+    from vapo.learning.learner import make_learner
+    from vapo.learning.step import vapo_step
     from vapo.presets import preset
     from vapo.tasks import load_task
-    from vapo.vapo_step import vapo_step
 
     ops: Counter = Counter()
     time_ops(ops)

@@ -60,7 +60,7 @@ def recorded_launches(target_name: str):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction, compute_cache_key
 
-    from vapo_kernels import _dispatch, row_softmax
+    from vapo_kernels import _dispatch, _row_softmax
 
     if not target_name.startswith("sm_"):
         target = GPUTarget("hip", target_name, 64)
@@ -81,13 +81,13 @@ def recorded_launches(target_name: str):
         options, signature, constants, attributes = self._pack_args(backend, kwargs, bound, specialization, options)
         launches.append(Launch(self, key, signature, constants, attributes, options))
 
-    run, interpret, lanes = JITFunction.run, _dispatch.INTERPRET, row_softmax.WARP_LANES
+    run, interpret, lanes = JITFunction.run, _dispatch.INTERPRET, _row_softmax.WARP_LANES
     triton.runtime.driver.set_active(Driver())
-    JITFunction.run, _dispatch.INTERPRET, row_softmax.WARP_LANES = record, True, target.warp_size
+    JITFunction.run, _dispatch.INTERPRET, _row_softmax.WARP_LANES = record, True, target.warp_size
     try:
         yield launches
     finally:
-        JITFunction.run, _dispatch.INTERPRET, row_softmax.WARP_LANES = run, interpret, lanes
+        JITFunction.run, _dispatch.INTERPRET, _row_softmax.WARP_LANES = run, interpret, lanes
 
 
 def logits_calls(dtype, V: int, *, full: bool):

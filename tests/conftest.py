@@ -4,7 +4,6 @@ On a machine without a GPU the Triton kernels run interpreted, which must be cho
 imported; the ops themselves are switched between the two paths by the one rule in `_dispatch`.
 """
 
-import importlib
 import os
 import sys
 
@@ -18,16 +17,14 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
-from vapo_kernels import _dispatch, linear_chunks, row_softmax, whiten
-from vapo_kernels.gae import blocked_scan
-from vapo_kernels.gae import kernel as gae_kernel
+from vapo_kernels import _dispatch, _formed_gradient, _linear_chunks, _row_softmax
+from vapo_kernels.ops import value_loss, whiten
+from vapo_kernels.ops.gae import blocked_scan
+from vapo_kernels.ops.gae import kernel as gae_kernel
+from vapo_kernels.ops.policy_loss import from_logprobs
 
 _dispatch.INTERPRET = False
-# By name: `vapo_kernels.value_loss` is the function.
-MODULES_WITH_BLOCK = [
-    importlib.import_module(f"vapo_kernels.{name}")
-    for name in ("_formed_gradient", "policy_loss.from_logprobs", "value_loss", "whiten")
-]
+MODULES_WITH_BLOCK = [_formed_gradient, from_logprobs, value_loss, whiten]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,13 +46,13 @@ def poisoned_memory():
 
 def use_small_blocks(monkeypatch) -> None:
     """Several blocks, steps and programs for small inputs; the interpreter costs milliseconds a block."""
-    monkeypatch.setattr(row_softmax, "BLOCK_V", 64)
+    monkeypatch.setattr(_row_softmax, "BLOCK_V", 64)
     monkeypatch.setattr(gae_kernel, "SHORT_BLOCK", 16)
     monkeypatch.setattr(gae_kernel, "LONG_BLOCK", 32)
     monkeypatch.setattr(gae_kernel, "ROW_WIDTH", 8)
-    monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", 256)
-    monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 2048)
-    monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)
+    monkeypatch.setattr(_row_softmax, "CHUNK_ELEMENTS", 256)
+    monkeypatch.setattr(_linear_chunks, "LOGITS_BUFFER_BYTES", 2048)
+    monkeypatch.setattr(_linear_chunks, "WEIGHT_ROWS", 16)
     monkeypatch.setattr(whiten, "CPU_BLOCK", 48)
     for name, value in (("SCAN_ROWS", 4), ("BLOCK_TOKENS", 48), ("MEAN_RUN", 3)):
         monkeypatch.setattr(blocked_scan, name, value)
@@ -83,7 +80,7 @@ def device(request, monkeypatch) -> torch.device:
     if torch.cuda.is_available():
         if "ttsem" in sys.modules:
             # Tensors that pretend to be on a device: the CPU has no product of bfloat16 into float32.
-            monkeypatch.setattr(linear_chunks, "_add_product", lambda a, b, c: a.addmm_(b.float(), c.float()))
+            monkeypatch.setattr(_linear_chunks, "_add_product", lambda a, b, c: a.addmm_(b.float(), c.float()))
         return torch.device("cuda")
     monkeypatch.setattr(interpreter, "_convert_float", convert_as_hardware_does(interpreter._convert_float))
     monkeypatch.setattr(_dispatch, "INTERPRET", True)

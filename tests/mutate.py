@@ -31,15 +31,15 @@ FAULTS = [
 ]
 # Kernel file → the test files that must notice, fastest first, and which tests of test_watcher.
 TESTS = {
-    "whiten.py": (["whiten", "value_loss"], "token_ops"),
-    "value_loss.py": (["value_loss"], "token_ops"),
-    "gae/kernel.py": (["gae", "faults_gae"], "gae or lambda"),
-    "policy_loss/from_logprobs.py": (["logprob_policy_loss"], "token_ops"),
-    "policy_loss/terms.py": (["logprob_policy_loss", "policy_loss", *FAULTS], "token_ops"),
-    "policy_loss/from_logits.py": (["policy_loss", *FAULTS], "policy_loss or masked"),
+    "ops/whiten.py": (["whiten", "value_loss"], "token_ops"),
+    "ops/value_loss.py": (["value_loss"], "token_ops"),
+    "ops/gae/kernel.py": (["gae", "faults_gae"], "gae or lambda"),
+    "ops/policy_loss/from_logprobs.py": (["logprob_policy_loss"], "token_ops"),
+    "ops/policy_loss/terms.py": (["logprob_policy_loss", "policy_loss", *FAULTS], "token_ops"),
+    "ops/policy_loss/from_logits.py": (["policy_loss", *FAULTS], "policy_loss or masked"),
     "_formed_gradient.py": (["formed_gradient", "policy_loss", *FAULTS], "policy_loss"),
-    "token_logprobs.py": (["token_logprobs", *FAULTS], "token_logprobs or masked"),
-    "row_softmax.py": (["token_logprobs", "policy_loss", *FAULTS], "token_logprobs or masked"),
+    "ops/token_logprobs.py": (["token_logprobs", *FAULTS], "token_logprobs or masked"),
+    "_row_softmax.py": (["token_logprobs", "policy_loss", *FAULTS], "token_logprobs or masked"),
 }
 OPERATORS = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),

@@ -20,7 +20,7 @@ SECONDS = 300
 # A server imports once and forks each rank from there.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "vapo.models", "vapo_kernels"]
+    ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "vapo.models.load", "vapo_kernels"]
 )
 
 
@@ -87,7 +87,7 @@ def _collect(results: list[Connection]) -> list[Any]:
 
 
 def _rank(write: Connection, rank: int, num_ranks: int, port: int, address: tuple[str, str], args: tuple) -> None:
-    from vapo import sharding
+    from vapo.models import sharding
 
     _compute_as_tests_do()
     os.environ |= {

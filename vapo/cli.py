@@ -17,8 +17,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from vapo.config import Config
-from vapo.effects import refuse_rl_only
-from vapo.presets import PRESETS, preset
+from vapo.presets import PRESETS, preset, refuse_rl_only
 
 USAGE = """usage: vapo COMMAND [options]
 
@@ -153,8 +152,8 @@ def _train(command: Train, config: Config, *, last_phase: str) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from transformers.utils import logging
 
-    from vapo.learner import choose_device
-    from vapo.sharding import distributed, on_first_rank, rank
+    from vapo.learning.learner import choose_device
+    from vapo.models.sharding import distributed, on_first_rank, rank
 
     logging.disable_progress_bar()
     with distributed(choose_device(config), alone=config.dtype == "bfloat16"):
@@ -166,7 +165,7 @@ def _train(command: Train, config: Config, *, last_phase: str) -> int:
 
 
 def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
-    from vapo.sharding import rank
+    from vapo.models.sharding import rank
     from vapo.trainer import train
 
     existed = (folder / "config.json").exists()
@@ -196,7 +195,7 @@ def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
 
 
 def _evaluate(command: Evaluate) -> int:
-    from vapo.evaluate_model import evaluate_model
+    from vapo.evaluation import evaluate_model
 
     given = {name: value for name, value in asdict(command).items() if value is not None}
     source = given.pop("run")
@@ -209,7 +208,7 @@ def _evaluate(command: Evaluate) -> int:
 
 
 def _report(command: Report) -> int:
-    from vapo.report import compare
+    from vapo.record.comparison import compare
 
     print(compare([Path(run) for run in command.runs], Path(command.out)))
     print(f"picture: {command.out}")

@@ -10,19 +10,20 @@ from typing import NamedTuple
 
 import torch
 
-from vapo.checkpoint import latest_checkpoint
 from vapo.config import Config
 from vapo.evaluation import evaluate
-from vapo.learner import HELD_OUT_SEED, PHASES, Learner, choose_device, export, make_learner, seed_for
-from vapo.metrics import RunLog
-from vapo.models import plain_head
-from vapo.rollout import check_prompts
-from vapo.sharding import distributed, gathered, rank, world_size
+from vapo.learning.learner import HELD_OUT_SEED, Learner, choose_device, export, make_learner, seed_for
+from vapo.learning.step import small_lambda_warning, vapo_step
+from vapo.learning.value_pretraining import pretraining_step
+from vapo.learning.warm_start import warm_start_step
+from vapo.models.checkpoint import latest_checkpoint
+from vapo.models.load import plain_head
+from vapo.models.sharding import distributed, gathered, rank, world_size
+from vapo.record.run_log import RunLog
+from vapo.record.trackers import check_trackers, open_trackers
+from vapo.rollout.collect import check_prompts
 from vapo.tasks import Problem, Task, load_task
-from vapo.trackers import check_trackers, open_trackers
-from vapo.value_pretraining import pretraining_step
-from vapo.vapo_step import small_lambda_warning, vapo_step
-from vapo.warm_start import warm_start_step
+from vapo.types import PHASES
 
 
 class HeldOut(NamedTuple):
@@ -65,7 +66,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         if checkpoint:
             learner.restore(checkpoint, config)
         trackers = open_trackers(config.trackers if rank() == 0 else (), folder, asdict(config))
-        place = (learner.phase or PHASES[0], learner.step) if resume else None
+        place = (learner.phase or next(iter(PHASES)), learner.step) if resume else None
         total_steps = config.total_steps if last_phase == "vapo" else config.total_steps - config.steps
         with RunLog(
             folder, config=asdict(config), total_steps=total_steps, resume_after=place, trackers=trackers

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The phases of a run in their order, with the names that a person reads.
+PHASES = {"warm_start": "warm start", "value_pretraining": "value pretraining", "vapo": "VAPO"}
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:

@@ -4,12 +4,18 @@ Tensors on a CUDA device go through Triton kernels, CPU tensors through vectoris
 `vapo_kernels.reference` holds the same ops as the equations read.
 """
 
-from vapo_kernels.gae import GAE, length_adaptive_lambda, packed_gae, padded_gae
-from vapo_kernels.linear_token_logprobs import linear_token_logprobs
-from vapo_kernels.policy_loss import PolicyLoss, linear_policy_loss, logprob_policy_loss, policy_loss
-from vapo_kernels.token_logprobs import TokenLogprobs, token_logprobs
-from vapo_kernels.value_loss import ValueLoss, explained_variance, explained_variance_from, value_loss, value_moments
-from vapo_kernels.whiten import masked_whiten
+from vapo_kernels.ops.gae import GAE, length_adaptive_lambda, packed_gae, padded_gae
+from vapo_kernels.ops.linear_token_logprobs import linear_token_logprobs
+from vapo_kernels.ops.policy_loss import PolicyLoss, linear_policy_loss, logprob_policy_loss, policy_loss
+from vapo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
+from vapo_kernels.ops.value_loss import (
+    ValueLoss,
+    explained_variance,
+    explained_variance_from,
+    value_loss,
+    value_moments,
+)
+from vapo_kernels.ops.whiten import masked_whiten
 
 __all__ = [
     "GAE",

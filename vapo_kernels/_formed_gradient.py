@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
-from vapo_kernels.row_softmax import is_aligned, row_ptr_of, row_strides
+from vapo_kernels._row_softmax import is_aligned, row_ptr_of, row_strides
 
 BLOCK = 4096
 

@@ -10,10 +10,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from vapo_kernels.gae import ALPHA, GAE
-from vapo_kernels.policy_loss import MAX_LOG_RATIO, PolicyLoss
-from vapo_kernels.token_logprobs import TokenLogprobs
-from vapo_kernels.value_loss import ValueLoss
+from vapo_kernels.ops.gae import ALPHA, GAE
+from vapo_kernels.ops.policy_loss import MAX_LOG_RATIO, PolicyLoss
+from vapo_kernels.ops.token_logprobs import TokenLogprobs
+from vapo_kernels.ops.value_loss import ValueLoss
 
 
 def _clamp(x, low, high):

@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import vapo.integrations
 from vapo.integrations.trl import VAPOTrainer
-from vapo.models import critic_from_policy
+from vapo.models.load import critic_from_policy
 from vapo_kernels import reference
 
 WORDS = ("<pad>", "<eos>", *"abcdefgh")

@@ -63,7 +63,7 @@ def test_sequences_do_not_leak_into_each_other(device, poison):
 
 def test_lambda_near_1_in_bfloat16(monkeypatch, device):
     """At l = 10,240 λ is 1 − 1/512, which bfloat16 rounds to 1."""
-    from vapo_kernels.gae import blocked_scan, kernel
+    from vapo_kernels.ops.gae import blocked_scan, kernel
 
     monkeypatch.setattr(kernel, "LONG_BLOCK", 1024)
     for name, value in (("SCAN_ROWS", 64), ("BLOCK_TOKENS", 4096)):

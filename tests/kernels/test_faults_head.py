@@ -4,7 +4,7 @@ import pytest
 import torch
 from draws import linear_inputs, run
 
-from vapo_kernels import linear_chunks, linear_policy_loss, linear_token_logprobs
+from vapo_kernels import _linear_chunks, linear_policy_loss, linear_token_logprobs
 
 WRT = ["hidden", "weight", "bias"]
 
@@ -48,13 +48,13 @@ def test_head_changed_before_backward_is_noticed_or_does_not_matter(device):
 
 def test_no_temporary_of_the_size_of_the_head(device, monkeypatch):
     """The gradient of the weight is summed where it lies, a block of its rows at a time."""
-    monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)
-    products, add_product = [], linear_chunks._add_product
+    monkeypatch.setattr(_linear_chunks, "WEIGHT_ROWS", 16)
+    products, add_product = [], _linear_chunks._add_product
 
     def watched(total, left, right):
         products.append(total.shape[0])
         add_product(total, left, right)
 
-    monkeypatch.setattr(linear_chunks, "_add_product", watched)
+    monkeypatch.setattr(_linear_chunks, "_add_product", watched)
     _, grads = run(linear_policy_loss, linear_inputs((3,), 4, 70, device=device), WRT)
     assert grads["weight"].any() and len(products) >= 5 and max(products) == 16

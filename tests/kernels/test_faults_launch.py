@@ -107,7 +107,7 @@ def test_registration_tells_a_compiler_that_inplace_mutates(device):
 @pytest.mark.parametrize("n", range(1, 9))
 def test_few_tokens_are_enough_for_a_block(device, monkeypatch, n):
     """With the blocks of production: no tile is too small for a length of 1."""
-    from vapo_kernels.gae import kernel
+    from vapo_kernels.ops.gae import kernel
 
     for name, value in (("SHORT_BLOCK", 256), ("LONG_BLOCK", 2048), ("ROW_WIDTH", 32)):
         monkeypatch.setattr(kernel, name, value)

@@ -8,6 +8,7 @@ from oracle import assert_within_budget
 
 from vapo_kernels import (
     _dispatch,
+    _row_softmax,
     explained_variance,
     linear_policy_loss,
     logprob_policy_loss,
@@ -16,7 +17,6 @@ from vapo_kernels import (
     padded_gae,
     policy_loss,
     reference,
-    row_softmax,
     token_logprobs,
     value_loss,
 )
@@ -69,7 +69,7 @@ def test_layout_of_logits(device, kind, chunk, monkeypatch):
     """With chunks of the CPU path that end within a sequence, and one that holds them all."""
     if _dispatch.INTERPRET and chunk != 256:
         pytest.skip("the kernel has no chunks")
-    monkeypatch.setattr(row_softmax, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(_row_softmax, "CHUNK_ELEMENTS", chunk)
     inputs = {**policy_inputs((2, 3), 70, device=device), "entropy_weight": 0.1}
     view = layouts(inputs["logits"])[kind].requires_grad_()
     assert not view.is_contiguous()

@@ -273,7 +273,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "expected", "got"), BAD)
 def test_rejects_bad_input(device, monkeypatch, name, value, expected, got):
-    monkeypatch.setattr(gae, "gae_op", None)  # any work would raise a TypeError
+    monkeypatch.setattr(gae, "gae_op", None)
     bad = value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
     with pytest.raises(ValueError, match=rf"^{name}: expected .*({expected}).*, got .*{got}"):
         packed_gae(**{**on(device, **GOOD), name: bad})

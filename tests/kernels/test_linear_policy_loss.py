@@ -5,8 +5,8 @@ import torch
 from draws import DTYPES, cast, linear_inputs, on, references, run, split
 from oracle import assert_fields, assert_within_budget
 
-from vapo_kernels import linear_chunks, linear_policy_loss, linear_token_logprobs, policy_loss, reference
-from vapo_kernels.policy_loss.from_hidden import linear_policy_loss_op
+from vapo_kernels import _linear_chunks, linear_policy_loss, linear_token_logprobs, policy_loss, reference
+from vapo_kernels.ops.policy_loss.from_hidden import linear_policy_loss_op
 
 # (leading shape, H, V): one of each; less than a block; several chunks of rows and of W, blocks and tails in V; one row
 # without a leading dimension.
@@ -21,8 +21,8 @@ WRT = ["hidden", "weight", "bias"]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Two float32 rows of 65 columns a chunk."""
-    monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 600)
-    monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)
+    monkeypatch.setattr(_linear_chunks, "LOGITS_BUFFER_BYTES", 600)
+    monkeypatch.setattr(_linear_chunks, "WEIGHT_ROWS", 16)
 
 
 def eager(hidden, weight, bias=None, **rest):
@@ -222,7 +222,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "expected", "got"), BAD)
 def test_rejects_bad_input(device, monkeypatch, name, value, expected, got):
-    monkeypatch.setitem(linear_policy_loss.__globals__, "linear_policy_loss_op", None)  # work would raise a TypeError
+    monkeypatch.setattr("vapo_kernels.ops.policy_loss.from_hidden.linear_policy_loss_op", None)
     three = torch.zeros(3)
     good = {"token_ids": three.long(), "old_logprobs": three, "advantages": three, "mask": torch.ones(3)}
     good = on(device, hidden=torch.zeros(3, 4), weight=torch.zeros(5, 4), **good)
@@ -247,7 +247,7 @@ def test_logits_never_exist_at_once(device, monkeypatch):
                     self.numel = max(self.numel, x.numel())
             return out
 
-    monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 2 * V * 4)
+    monkeypatch.setattr(_linear_chunks, "LOGITS_BUFFER_BYTES", 2 * V * 4)
     inputs = linear_inputs((n,), H, V, device=device)
     with Largest() as largest:
         run(linear_policy_loss, inputs, WRT)

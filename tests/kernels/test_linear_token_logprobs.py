@@ -7,8 +7,8 @@ import torch
 from draws import DTYPES, cast, linear_inputs, on
 from oracle import assert_within_budget
 
-from vapo_kernels import linear_chunks, linear_token_logprobs, reference, token_logprobs
-from vapo_kernels.linear_token_logprobs import linear_token_logprobs_backward_op, linear_token_logprobs_op
+from vapo_kernels import _linear_chunks, linear_token_logprobs, reference, token_logprobs
+from vapo_kernels.ops.linear_token_logprobs import linear_token_logprobs_backward_op, linear_token_logprobs_op
 
 # (leading shape, H, V): one of each; less than a block; several chunks of rows and of W; two leading dimensions; none.
 SHAPES = [((1,), 1, 1), ((3,), 5, 7), ((7,), 8, 65), ((2, 3), 3, 130), ((), 4, 9)]
@@ -18,8 +18,8 @@ NAMES = ("logprobs", "entropy", "hidden", "weight", "bias")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Two float32 rows of 65 columns a chunk."""
-    monkeypatch.setattr(linear_chunks, "LOGITS_BUFFER_BYTES", 600)
-    monkeypatch.setattr(linear_chunks, "WEIGHT_ROWS", 16)
+    monkeypatch.setattr(_linear_chunks, "LOGITS_BUFFER_BYTES", 600)
+    monkeypatch.setattr(_linear_chunks, "WEIGHT_ROWS", 16)
 
 
 def arguments(shape, H, V, *, dtype=torch.float32, device="cpu", temperature=1.0) -> tuple[dict, list]:
@@ -153,7 +153,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "expected", "got"), BAD)
 def test_rejects_bad_input(device, monkeypatch, name, value, expected, got):
-    monkeypatch.setitem(linear_token_logprobs.__globals__, "linear_token_logprobs_op", None)
+    monkeypatch.setattr("vapo_kernels.ops.linear_token_logprobs.linear_token_logprobs_op", None)
     good = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "token_ids": torch.zeros(3, dtype=torch.int64)}
     bad = value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
     with pytest.raises(ValueError, match=rf"^{name}: expected .*({expected}).*, got .*{got}"):

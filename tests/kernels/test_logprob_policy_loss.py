@@ -8,7 +8,7 @@ from draws import DTYPES, on, policy_inputs, references, run, split
 from oracle import assert_fields, assert_gradient, assert_within_budget
 
 from vapo_kernels import logprob_policy_loss, reference
-from vapo_kernels.policy_loss.from_logprobs import logprob_policy_loss_op
+from vapo_kernels.ops.policy_loss.from_logprobs import logprob_policy_loss_op
 
 # Blocks of 32: one token, less than a block, exactly one, one more, several with a tail in two dimensions, none.
 SHAPES = [(1,), (7,), (32,), (33,), (3, 37), ()]
@@ -256,7 +256,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "expected", "got"), BAD)
 def test_rejects_bad_input(device, monkeypatch, name, value, expected, got):
-    monkeypatch.setitem(logprob_policy_loss.__globals__, "logprob_policy_loss_op", None)  # work would raise a TypeError
+    monkeypatch.setattr("vapo_kernels.ops.policy_loss.from_logprobs.logprob_policy_loss_op", None)
     three = torch.zeros(3)
     good = on(device, logprobs=three, old_logprobs=three, advantages=three, mask=torch.ones(3))
     bad = value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value

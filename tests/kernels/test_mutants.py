@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vapo_kernels import _dispatch, logprob_policy_loss, reference, token_logprobs
-from vapo_kernels.token_logprobs import compute_statistics, token_logprobs_op
+from vapo_kernels.ops.token_logprobs import compute_statistics, token_logprobs_op
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])

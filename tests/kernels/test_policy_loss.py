@@ -6,7 +6,7 @@ from draws import DTYPES, ROW_SHAPES, cast, on, policy_inputs, references, run, 
 from oracle import assert_fields, assert_gradient, assert_within_budget
 
 from vapo_kernels import logprob_policy_loss, policy_loss, reference, token_logprobs
-from vapo_kernels.policy_loss.from_logits import policy_loss_inplace_op, policy_loss_op
+from vapo_kernels.ops.policy_loss.from_logits import policy_loss_inplace_op, policy_loss_op
 
 SETTINGS = {
     "all terms": {
@@ -243,7 +243,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "expected", "got"), BAD)
 def test_rejects_bad_input(device, monkeypatch, name, value, expected, got):
-    monkeypatch.setitem(policy_loss.__globals__, "policy_loss_op", None)  # any work would raise a TypeError
+    monkeypatch.setattr("vapo_kernels.ops.policy_loss.from_logits.policy_loss_op", None)
     three = torch.zeros(3)
     good = {"token_ids": three.long(), "old_logprobs": three, "advantages": three, "mask": torch.ones(3)}
     good = on(device, logits=torch.zeros(3, 5), **good)

@@ -17,7 +17,7 @@ from vapo_kernels import (
     value_moments,
 )
 from vapo_kernels._formed_gradient import rescale_op
-from vapo_kernels.gae import kernel as gae_kernel
+from vapo_kernels.ops.gae import kernel as gae_kernel
 
 triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 watcher = pytest.importorskip("watcher")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vapo.config import Config
-from vapo.learner import make_learner
-from vapo.models import critic_from_policy, tiny_policy, value_head
-from vapo.rollout import pack
+from vapo.learning.learner import make_learner
+from vapo.models.load import critic_from_policy, tiny_policy, value_head
+from vapo.rollout.collect import pack
 from vapo.tasks import load_task
 from vapo.types import Batch
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vapo.advantages import (
+from vapo.config import Config
+from vapo.learning.advantages import (
     build_batch,
     group_advantages,
     overlong_penalty,
@@ -14,9 +15,8 @@ from vapo.advantages import (
     training_mask,
     whiten,
 )
-from vapo.config import Config
-from vapo.passes import Passes
-from vapo.rollout import pack
+from vapo.models.forward import Passes
+from vapo.rollout.collect import pack
 
 PLAIN = Config(whiten_advantages=False, length_adaptive_gae=False, lam_policy=0.5, lam_critic=1.0)
 VALUES = torch.tensor([0.25, 0.5, 0.75])

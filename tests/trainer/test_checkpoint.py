@@ -18,8 +18,8 @@ from ranks import run_on_ranks, start_alone
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from vapo import sharding
-from vapo.checkpoint import (
+from vapo.models import sharding
+from vapo.models.checkpoint import (
     generator_states,
     latest_checkpoint,
     load_checkpoint,

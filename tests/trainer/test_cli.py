@@ -9,9 +9,8 @@ from other_values import other_value
 import vapo.trainer
 from vapo.cli import RESUMABLE, main
 from vapo.config import Config
-from vapo.effects import RL_ONLY
-from vapo.metrics import RunLog
-from vapo.presets import PRESETS, preset
+from vapo.presets import PRESETS, RL_ONLY, preset
+from vapo.record.run_log import RunLog
 
 
 def options(settings):
@@ -289,7 +288,7 @@ def test_evaluate_prints_a_line_for_each_number(capsys, monkeypatch):
         seen.append((source, settings))
         return {"val/accuracy_sampled": 0.123456, "val/pass@2": 1.0}
 
-    monkeypatch.setattr("vapo.evaluate_model.evaluate_model", evaluated)
+    monkeypatch.setattr("vapo.evaluation.evaluate_model", evaluated)
     assert main(["evaluate", "some/run"]) == 0
     assert capsys.readouterr().out == "val/accuracy_sampled  0.1235\nval/pass@2            1\n"
     given = {"problems": 7, "samples": 2, "top_p": 0.7, "temperature": 0.5, "max_new_tokens": 9, "seed": 0}
@@ -326,6 +325,8 @@ def test_evaluate_and_report_complain_in_one_line(capsys, monkeypatch, tmp_path,
 
 
 def test_report_compares_runs(capsys, monkeypatch):
-    monkeypatch.setattr("vapo.report.compare", lambda runs, picture: f"{[str(run) for run in runs]} {picture}")
+    monkeypatch.setattr(
+        "vapo.record.comparison.compare", lambda runs, picture: f"{[str(run) for run in runs]} {picture}"
+    )
     assert main(["report", "runs/a", "runs/b", "--out", "both.png"]) == 0
     assert capsys.readouterr().out == "['runs/a', 'runs/b'] both.png\npicture: both.png\n"

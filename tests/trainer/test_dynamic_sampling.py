@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vapo import dynamic_sampling
-from vapo.dynamic_sampling import informative_groups, join, sample_informative, take_groups
-from vapo.rollout import Collected, pack
+from vapo.rollout import dynamic_sampling
+from vapo.rollout.collect import Collected, pack
+from vapo.rollout.dynamic_sampling import informative_groups, join, sample_informative, take_groups
 from vapo.tasks import Problem
 
 MIXED, RIGHT, WRONG = [True, False], [True, True], [False, False]

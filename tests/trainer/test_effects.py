@@ -6,8 +6,7 @@ import pytest
 
 from vapo.cli import main
 from vapo.config import Config
-from vapo.effects import RULES, has_effect, refuse_ineffective
-from vapo.presets import EMBEDDED_SIZES, PRESETS, preset
+from vapo.presets import EMBEDDED_SIZES, PRESETS, RULES, has_effect, preset, refuse_ineffective
 
 PRETRAINING = {
     "pretraining_steps": 9,

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-import vapo.evaluate_model
+import vapo.evaluation
 from vapo.cli import main
 from vapo.config import Config
-from vapo.evaluate_model import evaluate_model
+from vapo.evaluation import evaluate_model
 from vapo.trainer import train
 
 
@@ -66,7 +66,7 @@ def test_settings_are_the_runs_or_those_that_are_given(folder, monkeypatch):
         values = {name: getattr(seen["sampling"], name) for name in names}
         return values | {name: seen[name] for name in ("samples", "num_problems", "attention")}
 
-    monkeypatch.setattr(vapo.evaluate_model, "evaluate", record)
+    monkeypatch.setattr(vapo.evaluation, "evaluate", record)
     evaluate_model(str(folder))
     as_the_run_has_it = {
         "max_new_tokens": 30,
@@ -94,7 +94,7 @@ def test_bfloat16_computes_in_it(folder, monkeypatch):
         seen.append(policy(input_ids=torch.tensor([[5, 9]])).logits.dtype)
         return {}
 
-    monkeypatch.setattr(vapo.evaluate_model, "evaluate", record)
+    monkeypatch.setattr(vapo.evaluation, "evaluate", record)
     for dtype in ("float32", "bfloat16"):
         evaluate_model(str(folder), dtype=dtype)
     assert seen == [torch.float32, torch.bfloat16]
@@ -126,7 +126,7 @@ def loaded(monkeypatch):
         loaded.append((name, split))
         raise ValueError("enough")
 
-    monkeypatch.setattr(vapo.evaluate_model, "load_task", record)
+    monkeypatch.setattr(vapo.evaluation, "load_task", record)
     return loaded
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vapo.evaluation import accuracy_figures, evaluate, majority_is_correct, mean_figures, pass_at
-from vapo.sampling import Sampling
+from vapo.rollout.sampling import Sampling
 from vapo.tasks import Problem, Verdict
 
 

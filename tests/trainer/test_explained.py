@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vapo.explained import explained_variances
-from vapo.rollout import pack
+from vapo.learning.advantages import explained_variances
+from vapo.rollout.collect import pack
 from vapo.types import Batch
 
 

@@ -21,14 +21,14 @@ from training_runs import LIVELY, assert_lively, assert_same_result, lines_witho
 
 import vapo.trainer
 from vapo.cli import main
-from vapo.learner import Learner
+from vapo.learning.learner import Learner
 from vapo.tasks.running_total import RunningTotal
 
 
 @pytest.fixture(autouse=True)
 def lively_runs(monkeypatch):
     monkeypatch.setattr(RunningTotal, "score", score)
-    monkeypatch.setattr("vapo.metrics.write_curves", lambda folder: None)
+    monkeypatch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vapo.learner import PHASES, choose_device, make_generators, seed_for
-from vapo.models import load_critic, value_head
+from vapo.learning.learner import PHASES, choose_device, make_generators, seed_for
+from vapo.models.load import load_critic, value_head
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_generators_differ_between_phases_seeds_and_uses(learner_of, small_confi
 
 def test_ranks_share_data_and_shuffles_and_draw_their_own_samples(monkeypatch):
     first = draws(make_generators("vapo 0", CPU))
-    monkeypatch.setattr("vapo.learner.rank", lambda: 1)
+    monkeypatch.setattr("vapo.learning.learner.rank", lambda: 1)
     second = draws(make_generators("vapo 0", CPU))
     assert {name: first[name] == second[name] for name in first} == {"data": True, "sampling": False, "shuffling": True}
 

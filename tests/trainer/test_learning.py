@@ -13,8 +13,8 @@ def test_held_out_accuracy_rises_within_ten_steps(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
     accuracy = {line["step"]: line["val/accuracy_sampled"] for line in lines if "val/accuracy_sampled" in line}
-    assert accuracy[0] <= 0.35
-    assert accuracy[10] > 0.5
+    # Where it starts depends on how the machine rounds (0.2 to 0.4 were seen); that it rises does not.
+    assert accuracy[10] > accuracy[0] + 0.25
 
     # It learns to reason to the end instead of giving up.
     lengths = {line["step"]: line["response_length/mean"] for line in lines if line["phase"] == "vapo" and line["step"]}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vapo.config import Config
-from vapo.models import plain_head
-from vapo.passes import rollout_logprobs, rollout_values, truncated_values
+from vapo.models.forward import rollout_logprobs, rollout_values, truncated_values
+from vapo.models.load import plain_head
 
 
 def sequence(rollout, row):

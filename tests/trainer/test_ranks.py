@@ -19,28 +19,28 @@ from torch import Tensor
 from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, options, score
 from transformers import AutoModelForCausalLM
 
-import vapo.metrics
-import vapo.value_pretraining
-import vapo.vapo_step
-from vapo import sharding
-from vapo.advantages import build_batch
+import vapo.learning.step
+import vapo.learning.value_pretraining
+import vapo.record.run_log
 from vapo.cli import main
 from vapo.config import Config
-from vapo.dynamic_sampling import take_groups
 from vapo.evaluation import evaluate
-from vapo.learner import Learner, make_learner
-from vapo.models import value_head
-from vapo.packing import all_rows
+from vapo.learning.advantages import build_batch
+from vapo.learning.learner import Learner, make_learner
+from vapo.learning.step import model_passes, vapo_step
+from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss
+from vapo.learning.value_pretraining import pretraining_step
+from vapo.learning.warm_start import warm_start_step
+from vapo.models import sharding
+from vapo.models.forward import all_rows
+from vapo.models.load import value_head
 from vapo.presets import PRESETS
-from vapo.rollout import Collected, pack
-from vapo.sampling import Sampling
+from vapo.rollout.collect import Collected, pack
+from vapo.rollout.dynamic_sampling import take_groups
+from vapo.rollout.sampling import Sampling
 from vapo.tasks import Problem, load_task
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train
-from vapo.update import accumulate_policy_loss, accumulate_value_loss
-from vapo.value_pretraining import pretraining_step
-from vapo.vapo_step import model_passes, vapo_step
-from vapo.warm_start import warm_start_step
 
 SETTINGS = LIVELY | {
     "num_prompts": 4,
@@ -150,7 +150,7 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 
 def every_step() -> dict[str, dict[str, Any]]:
     """One step of every kind on the same data: what it says and the weights it leaves."""
-    vapo.vapo_step.collect = vapo.value_pretraining.collect = share_of_fixed_groups
+    vapo.learning.step.collect = vapo.learning.value_pretraining.collect = share_of_fixed_groups
     found: dict[str, dict[str, Any]] = {}
     for name, changes in CASES.items():
         config = Config(**SETTINGS | changes)
@@ -207,7 +207,11 @@ def in_one_process() -> dict[str, dict[str, Any]]:
     """Without a process group."""
     with pytest.MonkeyPatch.context() as patch:
         # Back to what they are, whatever is put there meanwhile.
-        for owner, name in ((vapo.vapo_step, "collect"), (vapo.value_pretraining, "collect"), (RunningTotal, "score")):
+        for owner, name in (
+            (vapo.learning.step, "collect"),
+            (vapo.learning.value_pretraining, "collect"),
+            (RunningTotal, "score"),
+        ):
             patch.setattr(owner, name, getattr(owner, name))
         return every_step()
 
@@ -231,7 +235,7 @@ def test_the_steps_compared_are_no_empty_ones(in_one_process):
 
 def lively() -> None:
     RunningTotal.score = score
-    vapo.metrics.write_curves = lambda folder: None
+    vapo.record.run_log.write_curves = lambda folder: None
 
 
 def runs_on_ranks(folder: Path) -> None:
@@ -248,7 +252,7 @@ def runs_on_ranks(folder: Path) -> None:
 @pytest.fixture
 def undisturbed(monkeypatch):
     monkeypatch.setattr(RunningTotal, "score", score)
-    monkeypatch.setattr("vapo.metrics.write_curves", lambda folder: None)
+    monkeypatch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
 
 
 def places(folder: Path) -> list[tuple[str, int]]:

@@ -10,11 +10,10 @@ from matplotlib.image import imread
 
 from vapo.config import Config
 from vapo.presets import PRESETS
-from vapo.report import compare, write_curves
-from vapo.report.comparison import PANELS as COMPARED
-from vapo.report.comparison import comparison_figure, describe_settings, read_runs
-from vapo.report.curves import PANELS, phase_stretches
-from vapo.report.records import read_metrics
+from vapo.record.comparison import PANELS as COMPARED
+from vapo.record.comparison import compare, comparison_figure, describe_settings, read_runs
+from vapo.record.curves import PANELS, phase_stretches, write_curves
+from vapo.record.records import read_metrics
 
 WIDTH, HEIGHT = 1200, 912
 

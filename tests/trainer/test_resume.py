@@ -13,8 +13,8 @@ from training_runs import LIVELY, assert_lively, assert_same_result, lines_witho
 
 import vapo.trainer
 from vapo.config import Config
-from vapo.learner import Learner
-from vapo.models import tiny_policy
+from vapo.learning.learner import Learner
+from vapo.models.load import tiny_policy
 from vapo.presets import PRESETS
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train
@@ -35,7 +35,7 @@ class Stopped(Exception):
 @pytest.fixture(autouse=True)
 def lively_runs(monkeypatch):
     monkeypatch.setattr(RunningTotal, "score", score)
-    monkeypatch.setattr("vapo.metrics.write_curves", lambda folder: None)
+    monkeypatch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
 
 
 @pytest.fixture

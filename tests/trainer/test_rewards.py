@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vapo.rewards import terminal_rewards, verify
+from vapo.rollout.rewards import terminal_rewards, verify
 from vapo.tasks import Problem, Verdict
 
 

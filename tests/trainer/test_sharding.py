@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from vapo import sharding
-from vapo.models import critic_from_policy
+from vapo.models import sharding
+from vapo.models.load import critic_from_policy
 from vapo_kernels import linear_policy_loss, value_loss
 
 CPU = torch.device("cpu")

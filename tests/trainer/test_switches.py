@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vapo.advantages import build_batch
 from vapo.config import Config
-from vapo.packing import all_rows
-from vapo.passes import Passes, rollout_logprobs
-from vapo.update import accumulate_policy_loss, accumulate_value_loss
-from vapo.vapo_step import sample_groups
+from vapo.learning.advantages import build_batch
+from vapo.learning.step import sample_groups
+from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss
+from vapo.models.forward import Passes, all_rows, rollout_logprobs
 
 ON = Config(
     num_prompts=3,

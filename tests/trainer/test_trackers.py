@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vapo.trackers import Trackers, check_trackers, open_trackers
+from vapo.record.trackers import Trackers, check_trackers, open_trackers
 
 CONFIG = {"seed": 3, "stop": ("</answer>",), "data": Path("rows.parquet")}
 

@@ -10,13 +10,12 @@ from other_values import other_value
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vapo.trainer
-from vapo.checkpoint import latest_checkpoint, read_state
 from vapo.config import Config
-from vapo.effects import RL_ONLY
-from vapo.learner import Learner
-from vapo.metrics import RunLog
-from vapo.models import load_critic, tiny_policy, value_head
-from vapo.presets import PRESETS, preset
+from vapo.learning.learner import Learner
+from vapo.models.checkpoint import latest_checkpoint, read_state
+from vapo.models.load import load_critic, tiny_policy, value_head
+from vapo.presets import PRESETS, RL_ONLY, preset
+from vapo.record.run_log import RunLog
 from vapo.tasks import Problem, Verdict
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import check_shares, held_out_metrics, load_tasks, train
@@ -326,7 +325,7 @@ def test_a_rank_without_work_is_refused(small_config, monkeypatch, name):
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_a_head_that_is_not_plain_is_told_of_once(small_config, tmp_path, monkeypatch, capsys, is_plain):
-    monkeypatch.setattr("vapo.models._logits_are_the_heads", lambda policy, head: is_plain)
+    monkeypatch.setattr("vapo.models.load._logits_are_the_heads", lambda policy, head: is_plain)
     train(small_config, tmp_path / "run")
     output = " ".join(capsys.readouterr().out.split())
     assert output.count("the policy's head is more than a matrix: its loss goes through whole logits") == (not is_plain)

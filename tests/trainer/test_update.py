@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from vapo.config import Config
-from vapo.models import plain_head
-from vapo.packing import all_rows
-from vapo.passes import rollout_logprobs
-from vapo.update import (
+from vapo.learning.update import (
     accumulate_policy_loss,
     accumulate_value_loss,
     count_tokens,
@@ -21,6 +18,8 @@ from vapo.update import (
     update_critic,
     update_policy,
 )
+from vapo.models.forward import all_rows, rollout_logprobs
+from vapo.models.load import plain_head
 
 TERMS = ("pg_loss", "nll_loss", "kl", "entropy", "ppo_kl", "pg_clipfrac", "loss")
 UNDIVIDED = 10_000

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import vapo.value_pretraining
-from vapo.models import critic_from_policy, value_head
-from vapo.passes import rollout_values
-from vapo.rollout import Collected
-from vapo.value_pretraining import center_critic, fit_returns, pretraining_step
+import vapo.learning.value_pretraining
+from vapo.learning.value_pretraining import center_critic, fit_returns, pretraining_step
+from vapo.models.forward import rollout_values
+from vapo.models.load import critic_from_policy, value_head
+from vapo.rollout.collect import Collected
 
 
 def shuffling():
@@ -17,7 +17,7 @@ def shuffling():
 
 
 def test_policy_stays_as_it_is_and_the_critic_does_not(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
+    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
     learner = learner_of(replace(small_config, critic_lr=1e-3), "value_pretraining")
     before = {name: weight.clone() for name, weight in learner.policy.state_dict().items()}
     pretraining_step(learner, 1, small_config)
@@ -27,13 +27,13 @@ def test_policy_stays_as_it_is_and_the_critic_does_not(learner_of, small_config,
 
 def test_a_step_samples_one_response_to_each_of_its_prompts(learner_of, small_config, monkeypatch):
     seen = {}
-    collect = vapo.value_pretraining.collect
+    collect = vapo.learning.value_pretraining.collect
 
     def record(*arguments, **settings):
         seen.update(settings, problems=arguments[3])
         return collect(*arguments, **settings)
 
-    monkeypatch.setattr(vapo.value_pretraining, "collect", record)
+    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", record)
     learner = learner_of(small_config, "value_pretraining")
     metrics, errors = pretraining_step(learner, 1, small_config)
     assert len(seen["problems"]) == 4 and seen["group_size"] == 1
@@ -48,7 +48,7 @@ def test_a_step_samples_one_response_to_each_of_its_prompts(learner_of, small_co
 
 
 def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], ["failed"]))
+    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], ["failed"]))
     config = replace(small_config, critic_lr=0.4, critic_lr_warmup=4)
     seen = []
 
@@ -56,7 +56,7 @@ def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small
         seen.append((value_head(critic).bias.item(), optimizer.param_groups[0]["lr"]))
         return {}
 
-    monkeypatch.setattr(vapo.value_pretraining, "fit_returns", record)
+    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", record)
     learner = learner_of(config, "value_pretraining")
     _, errors = pretraining_step(learner, 1, config)
     assert errors == ["failed"]
@@ -67,8 +67,8 @@ def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small
 
 
 def test_a_critic_that_is_given_keeps_its_bias(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
-    monkeypatch.setattr(vapo.value_pretraining, "fit_returns", lambda *_: {})
+    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
+    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", lambda *_: {})
     learner = learner_of(small_config, "value_pretraining")
     pretraining_step(learner, 1, replace(small_config, critic="earlier/run"))
     assert value_head(learner.critic).bias.item() == 0.0

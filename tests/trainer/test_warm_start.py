@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vapo.passes import rollout_logprobs
-from vapo.warm_start import draw_demonstrations, imitation_step, lr_share, warm_start_step
+from vapo.learning.warm_start import draw_demonstrations, imitation_step, lr_share, warm_start_step
+from vapo.models.forward import rollout_logprobs
 
 
 def test_learning_rate_rises_and_falls_linearly():
@@ -67,9 +67,9 @@ def test_ranks_share_a_batch_without_repeating_it(task, monkeypatch, world_size)
         return draw_demonstrations(task, 5, random.Random(0), 0.3, 0.1, torch.device("cpu"))
 
     whole, parts = draw(), []
-    monkeypatch.setattr("vapo.sharding.world_size", lambda: world_size)
+    monkeypatch.setattr("vapo.models.sharding.world_size", lambda: world_size)
     for rank in range(world_size):
-        monkeypatch.setattr("vapo.sharding.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("vapo.models.sharding.rank", lambda rank=rank: rank)
         parts.append(draw())
     responses = [ids.tolist() for ids in whole.token_ids.split(whole.lengths.tolist())]
     shared = [ids.tolist() for part in parts for ids in part.token_ids.split(part.lengths.tolist())]

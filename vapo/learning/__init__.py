@@ -1,0 +1,1 @@
+"""Learning: advantages, optimiser steps, and the phases of a run."""

@@ -1,0 +1,242 @@
+"""Everything that training changes, which is everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vapo.config import Config
+from vapo.models.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
+from vapo.models.load import critic_from_policy, load_critic, load_policy, plain_head, value_head
+from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
+from vapo.rollout.sampling import Sampling, max_positions, sampling_of
+from vapo.tasks import Task
+from vapo.types import PHASES
+
+HELD_OUT_SEED = 0
+_ORDER = tuple(PHASES)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Generators:
+    """One source of randomness for each purpose, so that changing one use leaves the others alone."""
+
+    data: random.Random
+    sampling: torch.Generator
+    shuffling: torch.Generator
+
+    @property
+    def by_name(self) -> dict[str, random.Random | torch.Generator]:
+        """The generators by purpose."""
+        return {"data": self.data, "sampling": self.sampling, "shuffling": self.shuffling}
+
+
+@dataclass(slots=True)
+class Learner:
+    """Models, optimisers, generators and the place in the run.
+
+    Attributes:
+        policy: The policy.
+        critic: The critic; None with group advantages.
+        reference: The policy before RL, frozen; None unless a KL term wants it.
+        tokenizer: The policy's.
+        task: Prompts and verifier, with the data cursor.
+        sampling: How training rollouts are sampled.
+        policy_optimizer: AdamW of the policy in the present phase.
+        critic_optimizer: AdamW of the critic in the present phase.
+        generators: Those of the present phase.
+        phase: One of ``PHASES``, or "" before the first.
+        step: Steps of the phase that are done.
+        phase_is_over: The phase has reached its target before its last step.
+        before: Held-out metrics before RL, once they are known.
+        after: The newest held-out metrics.
+    """
+
+    policy: PreTrainedModel
+    critic: PreTrainedModel | None
+    reference: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    sampling: Sampling
+    policy_optimizer: torch.optim.Optimizer | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    generators: Generators | None = None
+    phase: str = ""
+    step: int = 0
+    phase_is_over: bool = False
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """The models that there are, by name."""
+        models = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
+        return {name: model for name, model in models.items() if model is not None}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimisers of the present phase, by the name of their model."""
+        optimizers = {"policy": self.policy_optimizer, "critic": self.critic_optimizer}
+        return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
+
+    def is_past(self, phase: str) -> bool:
+        """Whether the run has left a phase for a later one."""
+        return bool(self.phase) and _ORDER.index(self.phase) > _ORDER.index(phase)
+
+    def steps_of(self, phase: str) -> int:
+        """Steps of the present phase that are done; 0 for another one."""
+        return self.step if self.phase == phase else 0
+
+    def begin(self, phase: str, config: Config) -> None:
+        """Enter a phase with fresh optimisers and generators.
+
+        Moments of earlier phases say nothing about its gradients, and no rollout of an earlier phase is met again.
+        """
+        if self.phase == "warm_start" and self.critic is not None and not config.critic:
+            copy_parameters(self.policy.base_model, self.critic.base_model)
+        self.phase, self.step, self.phase_is_over = phase, 0, False
+        self.generators = make_generators(f"{phase} {config.seed}", self.policy.device)
+        self.policy_optimizer = self.critic_optimizer = None
+        decay = config.weight_decay
+        if phase == "warm_start":
+            self.policy_optimizer = torch.optim.AdamW(
+                self.policy.parameters(), lr=config.warm_start_lr, betas=(0.9, 0.98), weight_decay=decay
+            )
+        if phase == "vapo":
+            if self.reference is not None:
+                copy_parameters(self.policy, self.reference)
+            self.policy_optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.actor_lr, weight_decay=decay)
+        if phase != "warm_start" and self.critic is not None:
+            self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), lr=config.critic_lr, weight_decay=decay)
+
+    def save(self, folder: Path, config: Config) -> None:
+        """Write a checkpoint of this place in the run."""
+        state = {
+            "phase": self.phase,
+            "step": self.step,
+            "phase_is_over": self.phase_is_over,
+            "before": self.before,
+            "after": self.after,
+            "task": self.task.state_dict(),
+            "device": self.policy.device.type,
+            "generators": gather_objects(generator_states(self.generators.by_name)),
+        }
+        save_checkpoint(
+            folder,
+            f"{_ORDER.index(self.phase)}-{self.phase}-{self.step:06d}",
+            models=self.models,
+            optimizers=self.optimizers,
+            state=state,
+            keep=config.keep_checkpoints,
+        )
+
+    def restore(self, checkpoint: Path, config: Config) -> None:
+        """Go to the place in the run that a checkpoint holds."""
+        state = read_state(checkpoint)
+        self.begin(state["phase"], config)
+        load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
+        self.step, self.phase_is_over = state["step"], state["phase_is_over"]
+        self.before, self.after = state["before"], state["after"]
+        self.task.load_state_dict(state["task"])
+        states, generators = state["generators"], self.generators.by_name
+        if len(states) != world_size() or state["device"] != self.policy.device.type:
+            # On another number of ranks none may repeat what another one draws; another device has other generators.
+            purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
+            generators.pop("sampling").manual_seed(seed_for(purpose, rank()))
+        restore_generators(generators, states[rank() % len(states)])
+
+    def export(self, folder: Path) -> None:
+        """Write ``policy/``, with its tokenizer, and ``critic/`` as folders that ``from_pretrained`` loads."""
+        export(self.policy, folder / "policy")
+        if rank() == 0:
+            self.tokenizer.save_pretrained(folder / "policy")
+        if self.critic is not None:
+            export(self.critic, folder / "critic")
+
+
+def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
+    """Load or build the models that a run needs, place them and, with several ranks, shard them."""
+    options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
+    policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
+    if config.max_new_tokens >= max_positions(policy):
+        raise ValueError(
+            f"max_new_tokens must be below the model's {max_positions(policy)} positions; got {config.max_new_tokens}"
+        )
+    critic = reference = None
+    if config.has_critic:
+        critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
+        check_vocabulary(critic, policy)
+    if config.has_reference:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    learner = Learner(policy, critic, reference, tokenizer, task, sampling_of(config, policy, tokenizer))
+    for model in learner.models.values():
+        if model is not critic:
+            plain_head(model)
+        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None)
+    return learner
+
+
+def choose_device(config: Config) -> torch.device:
+    """Resolve ``config.device``.
+
+    Raises:
+        ValueError: If it is "cuda" where PyTorch sees no GPU.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError("device must be auto or cpu where PyTorch sees no GPU; got 'cuda'")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def check_vocabulary(critic: PreTrainedModel, policy: PreTrainedModel) -> None:
+    """Refuse a critic that does not embed the policy's tokens.
+
+    Raises:
+        ValueError: If it has another number of embeddings.
+    """
+    found, expected = (model.get_input_embeddings().num_embeddings for model in (critic, policy))
+    if found != expected:
+        raise ValueError(f"the critic must embed the policy's {expected} tokens; got {found}")
+
+
+@torch.no_grad()
+def copy_parameters(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give ``target``, sharded as ``source`` is, the parameters of ``source``."""
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
+def make_generators(purpose: str, device: torch.device) -> Generators:
+    """Seed one generator for each use; all ranks draw the same data and shuffles, each its own samples."""
+    return Generators(
+        data=random.Random(seed_for(f"data {purpose}", 0)),
+        sampling=torch.Generator(device).manual_seed(seed_for(f"sampling {purpose}", rank())),
+        shuffling=torch.Generator().manual_seed(seed_for(f"shuffling {purpose}", 0)),
+    )
+
+
+def seed_for(purpose: str, seed: int) -> int:
+    """Derive the seed of one purpose from a number."""
+    return zlib.crc32(f"{purpose} {seed}".encode())
+
+
+def export(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model, whole, as transformers' folder; every rank takes part, the first one writes.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    state = full_state_dict(model)
+    if rank() == 0:
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        except SafetensorError as error:
+            raise OSError(None, f"{folder} could not be written: {error}") from error

@@ -1,0 +1,213 @@
+"""One step of RL: a rollout, and the optimiser steps on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vapo.config import Config
+from vapo.learning.advantages import build_batch, explained_variances
+from vapo.learning.learner import Learner
+from vapo.learning.update import mean_metrics, set_lr, split_rows, update_critic, update_policy
+from vapo.learning.value_pretraining import center_critic
+from vapo.models.forward import Passes, rollout_logprobs, rollout_values, truncated_values
+from vapo.models.sharding import gather_over_ranks, gathered, mean_over_ranks, share_of, sum_over_ranks
+from vapo.rollout.collect import Collected, collect
+from vapo.rollout.dynamic_sampling import Sampled, sample_informative
+from vapo.tasks import Problem
+from vapo.types import Batch, Rollout
+
+
+def vapo_step(
+    learner: Learner, step: int, config: Config
+) -> tuple[dict[str, float], list[dict[str, object]], list[str]]:
+    """Collect one rollout and take the optimiser steps on it.
+
+    Returns:
+        The step's metrics under verl's names, the samples to record, and tracebacks of verifiers that failed.
+    """
+    metrics: dict[str, float] = {}
+    with timed(metrics, "step"):
+        with timed(metrics, "gen"):
+            sampled = sample_groups(learner, config)
+            rollout = sampled.collected.rollout
+        passes = model_passes(learner, rollout, step, config, metrics)
+        with timed(metrics, "adv"):
+            batch = build_batch(rollout, passes, config)
+        metrics |= update_models(learner, batch, step, config, metrics)
+    num_tokens = sum_over_ranks(torch.tensor(len(rollout.prompt_ids) + len(rollout.token_ids))).item()
+    metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"]
+    metrics |= batch_metrics(batch, config) | sampling_metrics(sampled, config)
+    samples = sample_rows(batch, sampled.problems, sampled.collected.texts, config)
+    return metrics, samples, sampled.collected.errors
+
+
+def sample_groups(learner: Learner, config: Config) -> Sampled:
+    """Sample and verify this rank's share of the step's responses; with dynamic sampling, in several rounds."""
+    num_prompts = config.num_responses // config.responses_per_prompt
+
+    def draw() -> list[Problem]:
+        return share_of(learner.task.problems(num_prompts, learner.generators.data))
+
+    def respond(problems: list[Problem]) -> Collected:
+        return collect(
+            learner.policy,
+            learner.tokenizer,
+            learner.task,
+            problems,
+            group_size=config.responses_per_prompt,
+            sampling=learner.sampling,
+            generator=learner.generators.sampling,
+        )
+
+    with gathered(learner.policy):
+        return sample_informative(
+            draw,
+            respond,
+            num_prompts=len(share_of(range(num_prompts))),
+            max_rounds=config.max_sampling_rounds if config.dynamic_sampling else 1,
+        )
+
+
+def model_passes(learner: Learner, rollout: Rollout, step: int, config: Config, metrics: dict[str, float]) -> Passes:
+    """Ask policy, reference and critic about the rollout before any step on it."""
+    with timed(metrics, "old_log_prob"):
+        old_logprobs = rollout_logprobs(learner.policy, rollout, config)
+    if not config.has_critic and not config.has_reference:
+        return Passes(old_logprobs)
+    ref_logprobs = values = final_values = None
+    if config.has_reference:
+        with timed(metrics, "ref"):
+            ref_logprobs = rollout_logprobs(learner.reference, rollout, config)
+    if config.has_critic:
+        with timed(metrics, "values"):
+            if step == 1 and not config.pretrains_values and not config.critic:
+                center_critic(learner.critic, rollout)
+            values = rollout_values(learner.critic, rollout, config)
+            if config.truncated == "bootstrap":
+                final_values = truncated_values(learner.critic, rollout, config)
+    return Passes(old_logprobs, ref_logprobs, values, final_values)
+
+
+def update_models(
+    learner: Learner, batch: Batch, step: int, config: Config, metrics: dict[str, float]
+) -> dict[str, float]:
+    """Take the optimiser steps of the policy, then those of the critic; returns their metrics."""
+    actor_rows = mini_batches(learner, batch, config.actor_epochs, config)
+    with timed(metrics, "update_actor"):
+        updated = {"actor/lr": set_lr(learner.policy_optimizer, config.actor_lr, step, config.actor_lr_warmup)}
+        updated |= mean_metrics(
+            [update_policy(learner.policy, learner.policy_optimizer, batch, rows, config) for rows in actor_rows]
+        )
+    if not config.has_critic:
+        return updated
+    is_same = config.critic_epochs == config.actor_epochs
+    critic_rows = actor_rows if is_same else mini_batches(learner, batch, config.critic_epochs, config)
+    with timed(metrics, "update_critic"):
+        updated["critic/lr"] = set_lr(learner.critic_optimizer, config.critic_lr, step, config.critic_lr_warmup)
+        updated |= mean_metrics(
+            [
+                update_critic(
+                    learner.critic, learner.critic_optimizer, batch, rows, config, value_clip=config.value_clip
+                )
+                for rows in critic_rows
+            ]
+        )
+    return updated
+
+
+def mini_batches(learner: Learner, batch: Batch, epochs: int, config: Config) -> list[Tensor]:
+    """The rows of each optimiser step, epoch after epoch."""
+    num_rows, shuffling = len(batch.rollout.lengths), learner.generators.shuffling
+    return [
+        rows.to(learner.policy.device)
+        for _ in range(epochs)
+        for rows in split_rows(num_rows, config.mini_batches, shuffling)
+    ]
+
+
+def batch_metrics(batch: Batch, config: Config) -> dict[str, float]:
+    """Describe a batch over all ranks: rewards, lengths, λ_policy, and how well the critic explained the returns."""
+    rollout = batch.rollout
+    lengths = gather_over_ranks(rollout.lengths.float())
+    metrics = {
+        "critic/score/mean": mean_over_ranks(rollout.scores),
+        "critic/accuracy/mean": mean_over_ranks(rollout.is_correct.float()),
+        "critic/rewards/mean": mean_over_ranks(torch.segment_reduce(batch.rewards, "sum", lengths=rollout.lengths)),
+        "response_length/mean": lengths.mean().item(),
+        "response_length/min": lengths.min().item(),
+        "response_length/max": lengths.max().item(),
+        "response_length/clip_ratio": mean_over_ranks(rollout.is_truncated.float()),
+    }
+    if config.has_critic:
+        lam_policy = gather_over_ranks(batch.lam_policy)
+        explained, within = explained_variances(batch)
+        metrics |= {
+            "critic/vf_explained_var": explained,
+            "critic/vf_explained_var_within": within,
+            "critic/lambda_policy/mean": lam_policy.mean().item(),
+            "critic/lambda_policy/min": lam_policy.min().item(),
+            "critic/lambda_policy/max": lam_policy.max().item(),
+        }
+    if config.kl_reward_weight:
+        difference = (batch.old_logprobs - batch.ref_logprobs) * config.kl_reward_weight
+        metrics["critic/kl_penalty"] = mean_over_ranks(torch.segment_reduce(difference, "sum", lengths=rollout.lengths))
+    return metrics
+
+
+def sampling_metrics(sampled: Sampled, config: Config) -> dict[str, float]:
+    """Count what sampling met: verifiers that failed and, with dynamic sampling, rounds and informative groups."""
+    errors = sum_over_ranks(torch.tensor(len(sampled.collected.errors)))
+    metrics = {"reward/errors": float(errors)}
+    if config.dynamic_sampling:
+        metrics |= {
+            "rollout/rounds": float(sampled.rounds),
+            "rollout/informative_groups": sampled.informative,
+        }
+    return metrics
+
+
+def sample_rows(batch: Batch, problems: list[Problem], texts: list[str], config: Config) -> list[dict[str, object]]:
+    """Pick ``logged_samples`` responses, evenly spread over the batch, for the record."""
+    num_responses, bounds = len(texts), batch.rollout.cu_seqlens.tolist()
+    chosen = [
+        number * num_responses // config.logged_samples for number in range(min(config.logged_samples, num_responses))
+    ]
+    scores, is_correct = batch.rollout.scores.tolist(), batch.rollout.is_correct.tolist()
+    rows = []
+    for row in chosen:
+        advantages = batch.advantages[bounds[row] : bounds[row + 1]]
+        rows.append(
+            {
+                "prompt": problems[row * len(problems) // num_responses].prompt,
+                "response": texts[row],
+                "reward": scores[row],
+                "is_correct": is_correct[row],
+                "advantage_min": advantages.min().item(),
+                "advantage_max": advantages.max().item(),
+            }
+        )
+    return rows
+
+
+def small_lambda_warning(config: Config) -> str:
+    """Say what a small λ_policy means for a run."""
+    cause = f"lam_policy = {config.lam_policy:g} for all"
+    if config.length_adaptive_gae:
+        cause = f"α = {config.alpha:g} is small for responses this short"
+    return (
+        "the mean λ_policy of a batch fell below 0.5: rewards reach early tokens through the critic alone"
+        f" ({cause}; see critic/lambda_policy/mean)"
+    )
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Record the seconds that the block takes as ``timing_s/<name>``."""
+    began = time.perf_counter()
+    yield
+    metrics[f"timing_s/{name}"] = time.perf_counter() - began

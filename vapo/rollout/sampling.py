@@ -1,0 +1,159 @@
+"""How responses are sampled, and the one function that samples them with any engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vapo.config import Config
+from vapo.models.load import stop_token_ids
+from vapo.rollout.loop import sample_in_loop
+from vapo.rollout.transformers import generate_continuously, generate_padded
+
+ENGINES = ("loop", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn.
+
+    The log-probs of training are those of the whole distribution at ``temperature``. Tokens drawn under ``top_p`` < 1
+    or ``top_k`` > 0 come from what survives the cut, renormalised, so their likelihood is off by the surviving mass:
+    leave both as they are for training, and use them for evaluation alone.
+
+    The same generator gives the same responses, except from continuous batching on CUDA, where the order in which
+    requests share a batch depends on time.
+
+    Attributes:
+        max_new_tokens: Where a response is cut.
+        stop_token_ids: A response ends with any of these, which is part of it.
+        temperature: Divides the logits; 0 takes the likeliest token instead of sampling.
+        top_p: Keeps the likeliest tokens that together reach this probability.
+        top_k: Keeps this many of the likeliest tokens, before ``top_p``; 0 keeps all.
+        engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA with continuous batching.
+        batch_size: Most responses drawn at once, at least those to one prompt; 0 draws all. Continuous batching fits
+            its cache to the memory that is free, and draws all in any case.
+
+    Raises:
+        ValueError: If a number is out of range, there is no stop token or no such engine.
+    """
+
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    engine: str = "loop"
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1; got {self.max_new_tokens}")
+        if not self.stop_token_ids:
+            raise ValueError("stop_token_ids must hold at least 1 token; got none")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be >= 0 and finite; got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0; got {self.top_k}")
+        if self.batch_size < 0:
+            raise ValueError(f"batch_size must be >= 0; got {self.batch_size}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
+
+
+def sampling_of(config: Config, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How a run samples its training rollouts."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer, config.stop),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        engine=config.engine,
+        batch_size=config.rollout_batch_size,
+    )
+
+
+@torch.no_grad()
+def sample(
+    policy: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    *,
+    group_size: int = 1,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Sample responses to prompts of any lengths.
+
+    Args:
+        policy: A causal language model.
+        prompts: P tensors [p] int64, p >= 1.
+        group_size: Responses to each prompt.
+        sampling: How they are drawn.
+        generator: Source of randomness, on the policy's device; may be left out at temperature 0 only.
+
+    Returns:
+        P · group_size tensors [l] int64 on the CPU, 1 <= l <= max_new_tokens, those of one prompt side by side.
+
+    Raises:
+        ValueError: If there is no prompt, one is empty or leaves no room for ``max_new_tokens`` in the model's
+            positions, ``group_size`` is not positive or the generator is missing.
+    """
+    _check_prompts(policy, prompts, sampling.max_new_tokens)
+    if group_size < 1:
+        raise ValueError(f"group_size must be >= 1; got {group_size}")
+    if sampling.temperature > 0 and generator is None:
+        raise ValueError("generator must be a torch.Generator where temperature > 0; got None")
+    if sampling.engine == "loop":
+        draw = sample_in_loop
+    elif policy.device.type == "cuda":
+        draw = generate_continuously
+    else:
+        draw = generate_padded
+    is_limited = sampling.batch_size and draw is not generate_continuously
+    at_once = max(1, sampling.batch_size // group_size) if is_limited else len(prompts)
+    responses = []
+    with _evaluating(policy):
+        for first in range(0, len(prompts), at_once):
+            responses += draw(policy, prompts[first : first + at_once], group_size, sampling, generator)
+    return responses
+
+
+@contextmanager
+def _evaluating(policy: PreTrainedModel) -> Iterator[None]:
+    """Put the policy in evaluation mode: gradient checkpointing, where it is on, would forbid the cache."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)
+
+
+def _check_prompts(policy: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
+    if not prompts or min(map(len, prompts)) < 1:
+        raise ValueError(f"prompts must be at least 1 non-empty tensor; got lengths {[len(p) for p in prompts]}")
+    limit = max_positions(policy)
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > limit:
+        raise ValueError(
+            f"prompt and max_new_tokens together must be at most the model's {limit} positions;"
+            f" got {longest} + {max_new_tokens}"
+        )
+
+
+def max_positions(policy: PreTrainedModel) -> float:
+    """Most tokens of a sequence that the model has positions for; infinite if its config names none."""
+    config = policy.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    # YaRN and its kind stretch the original positions; not every config counts the stretched ones.
+    stretched = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)
