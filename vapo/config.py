@@ -141,6 +141,8 @@ class Config:
     """AdamW weight decay of both models, >= 0. Paper: not stated."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
+    max_skipped_steps: int = 5
+    """Steps in a row whose loss or gradient is not finite that are skipped; one more ends the run."""
 
     # Value pretraining.
     pretraining_steps: int = 50

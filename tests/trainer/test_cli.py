@@ -209,6 +209,7 @@ def test_a_resumed_run_keeps_its_settings(earlier_run, runs):
 
 
 CHANGES = {
+    "max_skipped_steps": 2,
     "steps": 77,
     "eval_every": 3,
     "checkpoint_every": 7,
