@@ -330,5 +330,5 @@ def test_rejects_bad_input(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"must fit these models and optimizers; {what}"):
             load_checkpoint(found, models=loaded, optimizers=loaded_optimizers)
     for call in (read_state, lambda folder: load_checkpoint(folder, models=models, optimizers={})):
-        with pytest.raises(ValueError, match=r"checkpoint must be a folder with a whole state\.json"):
+        with pytest.raises(ValueError, match=r"checkpoint must be a folder with a complete state\.json"):
             call(tmp_path)
