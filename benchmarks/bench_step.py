@@ -60,7 +60,7 @@ def shares(steps: int) -> tuple[dict[str, float], dict[str, float], float]:
     vapo_step(learner, 1, config)
     ops.clear()
     for step in range(2, steps + 2):
-        metrics, _, _ = vapo_step(learner, step, config)
+        metrics = vapo_step(learner, step, config).metrics
         total += metrics["timing_s/step"]
         stages.update({stage: metrics[f"timing_s/{stage}"] for stage in STAGES})
     return dict(stages), dict(ops), total

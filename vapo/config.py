@@ -144,6 +144,9 @@ class Config:
     max_skipped_steps: int = 5
     """Steps in a row whose loss or gradient is not finite that are skipped; one more ends the run."""
 
+    max_skipped_steps: int = 5
+    """Optimiser steps of a model skipped in a row, for a loss or gradient that is not finite, that end the run."""
+
     # Value pretraining.
     pretraining_steps: int = 50
     """Most rollouts of value pretraining. Paper: 50 steps."""

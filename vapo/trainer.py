@@ -23,7 +23,7 @@ from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers
 from vapo.rollout.collect import check_prompts
 from vapo.tasks import Problem, Task, load_task
-from vapo.types import PHASES
+from vapo.types import PHASES, StepReport
 
 
 class HeldOut(NamedTuple):
@@ -85,16 +85,15 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
 def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path, log: RunLog, last_phase: str) -> None:
     """Take the phases that are still to do, one after the other."""
     for step in steps(learner, "warm_start", config.warm_start_steps, config, folder):
-        log.log("warm_start", step, warm_start_step(learner, step, config))
+        record("warm_start", step, warm_start_step(learner, step, config), log)
     if not learner.before:
         learner.before = learner.after = held_out_metrics(learner, held_out, config)
 
     if config.pretrains_values:
         for step in steps(learner, "value_pretraining", config.pretraining_steps, config, folder):
-            metrics, errors = pretraining_step(learner, step, config)
-            log.log("value_pretraining", step, metrics)
-            note_errors(errors, log)
-            explained = metrics["critic/pretrain/vf_explained_var"]
+            report = pretraining_step(learner, step, config)
+            record("value_pretraining", step, report, log)
+            explained = report.metrics["critic/pretrain/vf_explained_var"]
             learner.phase_is_over = explained >= config.pretraining_target
             if step == config.pretraining_steps and not learner.phase_is_over:
                 log.note(
@@ -111,14 +110,12 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
     if learner.phase != "vapo":
         log.log("vapo", 0, learner.before)
     for step in steps(learner, "vapo", config.steps, config, folder):
-        metrics, samples, errors = vapo_step(learner, step, config)
+        report = vapo_step(learner, step, config)
         if step % config.eval_every == 0 or step == config.steps:
             learner.after = held_out_metrics(learner, held_out, config)
-            metrics |= learner.after
-        log.log("vapo", step, metrics)
-        log.samples("vapo", step, samples)
-        note_errors(errors, log)
-        if metrics.get("critic/lambda_policy/mean", 1.0) < 0.5:
+            report.metrics.update(learner.after)
+        record("vapo", step, report, log)
+        if report.metrics.get("critic/lambda_policy/mean", 1.0) < 0.5:
             log.note(small_lambda_warning(config))
 
 
@@ -127,6 +124,10 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
 
     A phase ends before its last step where the learner says that it is over. Checkpoints follow each
     ``checkpoint_every`` steps and the last one.
+
+    Raises:
+        FloatingPointError: After ``max_skipped_steps`` optimiser steps in a row that were skipped. The models are as
+            they were before these, the data those after them: resumed, the run does not meet the same batch again.
     """
     if learner.is_past(phase) or not count:
         return
@@ -137,8 +138,14 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
     for step in range(learner.step + 1, count + 1):
         yield step
         learner.step = step
-        if learner.phase_is_over or step % config.checkpoint_every == 0 or step == count:
+        broken = [name for name, in_a_row in learner.skips.items() if in_a_row >= config.max_skipped_steps]
+        if broken or learner.phase_is_over or step % config.checkpoint_every == 0 or step == count:
             learner.save(folder, config)
+        if broken:
+            raise FloatingPointError(
+                f"{config.max_skipped_steps} optimiser steps of the {broken[0]} in a row were skipped, without a finite"
+                f" loss and gradient; the checkpoint of {phase}, step {step}, has the models as they were before them"
+            )
         if learner.phase_is_over:
             return
 
@@ -185,11 +192,17 @@ def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dic
         )
 
 
-def note_errors(errors: list[str], log: RunLog) -> None:
-    """Show the first traceback of verifiers that failed in a run; ``reward/errors`` counts them all."""
-    if errors:
+def record(phase: str, step: int, report: StepReport, log: RunLog) -> None:
+    """Log a step, and note what went wrong in it: verifiers that failed, and optimiser steps that were skipped."""
+    log.log(phase, step, report.metrics)
+    log.samples(phase, step, report.samples)
+    if report.errors:
         text = "a verifier failed; its responses get the reward 0 (reward/errors counts them). The first one:"
-        log.note(f"{text}\n{errors[0]}", kind="verifier")
+        log.note(f"{text}\n{report.errors[0]}", kind="verifier")
+    if report.skipped:
+        counts = {name: report.metrics.get(f"{name}/skipped_steps", 0) for name in ("actor", "critic")}
+        models = " and ".join(f"{count:.0f} of the {name}" for name, count in counts.items() if count)
+        log.note(f"step {step} of {PHASES[phase]}: optimiser steps were skipped, {models}: {report.skipped}")
 
 
 def summary_rows(

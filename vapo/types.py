@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -71,3 +71,20 @@ class Batch:
     advantages: Tensor
     returns: Tensor
     lam_policy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step of any phase tells of itself.
+
+    Attributes:
+        metrics: Name to number, as in docs/metrics.md.
+        samples: Responses to record.
+        errors: Tracebacks of verifiers that failed.
+        skipped: Why optimiser steps were skipped; empty if none was.
+    """
+
+    metrics: dict[str, float]
+    samples: list[dict[str, object]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    skipped: str = ""

@@ -156,18 +156,17 @@ def every_step() -> dict[str, dict[str, Any]]:
         config = Config(**SETTINGS | changes)
         learner = learner_in("vapo", config)
         before = gradients(learner, config)
-        metrics, samples, errors = vapo_step(learner, 1, config)
-        assert len(errors) == 1 and samples[0]["response"] == f"response {2 * sharding.rank()}"
+        report = vapo_step(learner, 1, config)
+        assert len(report.errors) == 1 and report.samples[0]["response"] == f"response {2 * sharding.rank()}"
+        metrics = report.metrics
         # Each rank's verifier failed once.
         assert metrics.pop("reward/errors") == sharding.world_size()
         found[name] = before | untimed(metrics) | weights_of(learner)
     config = Config(**SETTINGS)
     learner = learner_in("value_pretraining", config)
-    metrics, _ = pretraining_step(learner, 2, config)
-    found["value_pretraining"] = metrics | weights_of(learner)
+    found["value_pretraining"] = pretraining_step(learner, 2, config).metrics | weights_of(learner)
     learner = learner_in("warm_start", config)
-    metrics = warm_start_step(learner, 2, config)
-    found["warm_start"] = metrics | weights_of(learner)
+    found["warm_start"] = warm_start_step(learner, 2, config).metrics | weights_of(learner)
     found["evaluation"] = greedy_evaluation(learner)
     return found
 

@@ -135,8 +135,9 @@ def test_an_early_end_of_value_pretraining_is_one_when_it_is_resumed(settings, t
     step_function, explained = vapo.trainer.pretraining_step, {1: -0.5, 2: 0.5, 3: 0.6}
 
     def pretraining_step(learner, step, config):
-        metrics, errors = step_function(learner, step, config)
-        return metrics | {"critic/pretrain/vf_explained_var": explained[step]}, errors
+        report = step_function(learner, step, config)
+        report.metrics["critic/pretrain/vf_explained_var"] = explained[step]
+        return report
 
     monkeypatch.setattr(vapo.trainer, "pretraining_step", pretraining_step)
     train(config, tmp_path / "whole")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import vapo.learning.step
+from vapo.learning.samples import evenly_spread, response_records, skipped_responses
 from vapo.learning.step import (
     batch_metrics,
     model_passes,
     sample_groups,
-    sample_rows,
     sampling_metrics,
     small_lambda_warning,
     update_models,
@@ -32,6 +32,7 @@ STEP_METRICS = {
     "actor/loss",
     "actor/grad_norm",
     "actor/lr",
+    "actor/skipped_steps",
     "critic/score/mean",
     "critic/accuracy/mean",
     "critic/rewards/mean",
@@ -54,6 +55,7 @@ CRITIC_METRICS = {
     "critic/vf_explained_var_within",
     "critic/grad_norm",
     "critic/lr",
+    "critic/skipped_steps",
     "critic/lambda_policy/mean",
     "critic/lambda_policy/min",
     "critic/lambda_policy/max",
@@ -98,9 +100,9 @@ def judged(learner, *, error=False):
 )
 def test_a_step_tells_of_what_it_did_and_of_nothing_else(learner_of, small_config, changes, expected):
     config = replace(small_config, **changes)
-    metrics, samples, errors = vapo_step(learner_of(config), 1, config)
-    assert metrics.keys() == expected
-    assert len(samples) == 4 and errors == []
+    report = vapo_step(learner_of(config), 1, config)
+    assert report.metrics.keys() == expected
+    assert len(report.samples) == 4 and report.errors == [] and report.skipped == ""
 
 
 def test_a_step_moves_both_models_by_their_own_optimisers(learner_of, small_config):
@@ -119,13 +121,19 @@ def test_a_step_moves_both_models_by_their_own_optimisers(learner_of, small_conf
 
 def test_both_models_take_the_same_mini_batches_where_they_pass_as_often(learner_of, small_config, monkeypatch):
     seen = {"policy": [], "critic": []}
+
+    def taken(name):
+        return {f"{name}/skipped_steps": 0.0}
+
     monkeypatch.setattr(
-        vapo.learning.step, "update_policy", lambda m, o, b, rows, c: seen["policy"].append(rows.tolist()) or {}
+        vapo.learning.step,
+        "update_policy",
+        lambda *a, **_: seen["policy"].append(a[-1].rows.tolist()) or taken("actor"),
     )
     monkeypatch.setattr(
         vapo.learning.step,
         "update_critic",
-        lambda m, o, b, rows, c, value_clip: seen["critic"].append(rows.tolist()) or {},
+        lambda *a, **_: seen["critic"].append(a[-1].rows.tolist()) or taken("critic"),
     )
     for epochs, is_same in ((2, True), (3, False)):
         config = replace(small_config, actor_epochs=2, critic_epochs=epochs)
@@ -147,7 +155,7 @@ def test_learning_rates_warm_up_each_over_its_own_steps(learner_of, small_config
     config = replace(small_config, actor_lr=0.4, actor_lr_warmup=4, critic_lr=0.6, critic_lr_warmup=2)
     learner, rates = learner_of(config), []
     for step in (1, 2, 3):
-        metrics, *_ = vapo_step(learner, step, config)
+        metrics = vapo_step(learner, step, config).metrics
         rates.append((metrics["actor/lr"], metrics["critic/lr"]))
         used = [optimizer.param_groups[0]["lr"] for optimizer in learner.optimizers.values()]
         assert used == list(rates[-1])
@@ -217,15 +225,15 @@ def test_dynamic_sampling_refills_by_correctness_and_not_by_score(learner_of, sm
 
 def test_failed_verifiers_are_counted_and_told_of(learner_of, small_config):
     learner = judged(learner_of(small_config), error=True)
-    metrics, _, errors = vapo_step(learner, 1, small_config)
-    assert errors == ["Traceback: it broke"] * 4
-    assert metrics["reward/errors"] == 4
-    assert metrics["critic/score/mean"] == 0
+    report = vapo_step(learner, 1, small_config)
+    assert report.errors == ["Traceback: it broke"] * 4
+    assert report.metrics["reward/errors"] == 4
+    assert report.metrics["critic/score/mean"] == 0
 
 
 def test_score_and_accuracy_are_told_apart(learner_of, small_config):
     learner = judged(learner_of(small_config))
-    metrics, *_ = vapo_step(learner, 1, small_config)
+    metrics = vapo_step(learner, 1, small_config).metrics
     assert (metrics["critic/score/mean"], metrics["critic/accuracy/mean"]) == (1.0, 0.5)
 
 
@@ -267,16 +275,57 @@ def test_sampling_metrics_by_hand(small_config, rollout):
     assert sampling_metrics(sampled, dynamic) == expected
 
 
-def test_sample_rows_pair_prompts_with_their_responses(batch_of, task, small_config):
-    problems = task.problems(2, random.Random(0))
+def test_records_pair_prompts_with_their_responses(batch_of, task):
+    problems, texts = task.problems(4, random.Random(0)), ["a", "b", "c", "d"]
     batch = batch_of(advantages=torch.arange(11.0))
-    rows = sample_rows(batch, problems, ["a", "b", "c", "d"], replace(small_config, logged_samples=2))
-    assert [(row["prompt"], row["response"]) for row in rows] == [(problems[0].prompt, "a"), (problems[1].prompt, "c")]
-    assert [(row["reward"], row["is_correct"]) for row in rows] == [(1.0, True), (0.0, False)]
-    assert [(row["advantage_min"], row["advantage_max"]) for row in rows] == [(0.0, 2.0), (4.0, 5.0)]
-    assert sample_rows(batch, problems, ["a", "b", "c", "d"], replace(small_config, logged_samples=0)) == []
-    alone = sample_rows(batch, task.problems(4, random.Random(0)), ["a", "b", "c", "d"], small_config)
-    assert [row["prompt"] for row in alone] == [problem.prompt for problem in task.problems(4, random.Random(0))]
+    rows = response_records(batch, problems[:2], texts)
+    assert [row["prompt"] for row in rows] == [problems[group].prompt for group in (0, 0, 1, 1)]
+    assert [row["response"] for row in rows] == texts
+    assert [(row["reward"], row["is_correct"]) for row in rows[:2]] == [(1.0, True), (0.0, False)]
+    bounds = [(row["advantage_min"], row["advantage_max"]) for row in rows]
+    assert bounds == [(0.0, 2.0), (3.0, 3.0), (4.0, 5.0), (6.0, 10.0)]
+    assert [row["prompt"] for row in response_records(batch, problems, texts)] == [each.prompt for each in problems]
+    assert [evenly_spread(texts, count) for count in (0, 2, 9)] == [[], ["a", "c"], texts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "masked", "name", "responses"),
+    [
+        ({"old_logprobs": 4}, False, "old_logprobs", ["c"]),
+        ({"ref_logprobs": 0}, False, "ref_logprobs", ["a"]),
+        # What comes first in the computation is the cause of the rest.
+        ({"advantages": 1, "old_values": 10, "returns": 9}, False, "old_values", ["d"]),
+        ({"returns": 3}, False, "returns", ["b"]),
+        ({"rewards": 10, "returns": 3}, False, "rewards", ["d"]),
+        ({"advantages": 4}, True, "", []),
+        ({"weights": None}, False, "logprobs", ["a", "b", "c", "d"]),
+        ({"critic": None}, False, "values", ["a", "b", "c", "d"]),
+        ({}, False, "", []),
+    ],
+)
+def test_the_cause_of_a_skip_is_named_with_its_responses(
+    learner_of, batch_of, task, small_config, fields, masked, name, responses
+):
+    learner = learner_of(small_config)
+    values = {"ref_logprobs": torch.zeros(11)}
+    for field, at in fields.items():
+        if at is None:
+            model = learner.policy if field == "weights" else learner.critic
+            model.base_model.norm.weight.data[0] = float("nan")
+        else:
+            values[field] = torch.zeros(11)
+            values[field][at] = float("nan")
+    batch = batch_of(**values)
+    if masked:
+        batch = replace(batch, mask=torch.tensor([True] * 4 + [False] * 2 + [True] * 5))
+    records = response_records(batch, task.problems(2, random.Random(0)), ["a", "b", "c", "d"])
+    text, culprits = skipped_responses(learner, batch, records, small_config)
+    assert [each["response"] for each in culprits] == responses
+    assert all(each["not_finite"] == name for each in culprits)
+    if name:
+        assert text.startswith(f"{name} is not finite in {len(responses)} responses") and responses[0] in text
+    else:
+        assert "overflowed" in text
 
 
 def test_the_warning_names_its_cause(small_config):

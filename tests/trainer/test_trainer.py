@@ -19,6 +19,7 @@ from vapo.record.run_log import RunLog
 from vapo.tasks import Problem, Verdict
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import check_shares, held_out_metrics, load_tasks, train
+from vapo.types import StepReport
 
 OPTIONS = {"attention": "sdpa", "gradient_checkpointing": False}
 
@@ -92,6 +93,10 @@ def test_same_seed_same_metrics_and_another_seed_others(small_config, tmp_path):
         train(replace(small_config, seed=seed), tmp_path / name)
     assert without_times(tmp_path / "a") == without_times(tmp_path / "b")
     assert without_times(tmp_path / "a") != without_times(tmp_path / "c")
+
+
+def pretraining_report(explained):
+    return StepReport({"critic/pretrain/vf_explained_var": explained})
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -168,9 +173,7 @@ def test_value_pretraining_stops_on_explained_variance_or_on_the_step_limit(
     small_config, tmp_path, monkeypatch, capsys, explained, num_rollouts, kept_logs
 ):
     remaining = iter(explained)
-    monkeypatch.setattr(
-        vapo.trainer, "pretraining_step", lambda *_: ({"critic/pretrain/vf_explained_var": next(remaining)}, [])
-    )
+    monkeypatch.setattr(vapo.trainer, "pretraining_step", lambda *_: pretraining_report(next(remaining)))
     train(replace(small_config, pretraining_steps=4, pretraining_target=0.6), tmp_path / "run")
     assert [phase for phase, _ in places(tmp_path / "run")].count("value_pretraining") == num_rollouts
     # Steps that an early end leaves out are not waited for.
@@ -187,8 +190,7 @@ def test_a_phase_that_reached_its_target_is_over_for_a_resumed_run(small_config,
         raise KeyboardInterrupt
 
     remaining = iter(explained)
-    pretrained = lambda *_: ({"critic/pretrain/vf_explained_var": next(remaining)}, [])  # noqa: E731
-    monkeypatch.setattr(vapo.trainer, "pretraining_step", pretrained)
+    monkeypatch.setattr(vapo.trainer, "pretraining_step", lambda *_: pretraining_report(next(remaining)))
     config = replace(small_config, pretraining_steps=4, pretraining_target=0.6, checkpoint_every=3)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(vapo.trainer, "vapo_step", interrupt)

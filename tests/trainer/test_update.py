@@ -1,6 +1,7 @@
 """One optimiser step: any split into micro-batches adds up to the undivided step."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,15 @@ import torch
 
 from vapo.config import Config
 from vapo.learning.update import (
+    MiniBatch,
     accumulate_policy_loss,
     accumulate_value_loss,
     count_tokens,
-    mean_metrics,
+    mini_batches,
     response_mean_weights,
     set_lr,
     split_rows,
+    take_steps,
     update_critic,
     update_policy,
 )
@@ -43,18 +46,23 @@ def batch(policy, rollout, batch_of):
     )
 
 
+def part(batch, rows=None):
+    """The mini-batch of some rows, or all."""
+    rows = all_rows(batch.rollout) if rows is None else rows
+    return MiniBatch(rows, count_tokens(batch, [rows])[0])
+
+
 def policy_step(policy, batch, rows=None, **settings):
     """Loss terms by name, and the gradient as one vector."""
     policy.zero_grad()
-    rows = all_rows(batch.rollout) if rows is None else rows
-    terms = accumulate_policy_loss(policy, batch, rows, Config(**settings))
+    terms = accumulate_policy_loss(policy, batch, part(batch, rows), Config(**settings))
     gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     return dict(zip(TERMS, terms.tolist(), strict=True)), gradient
 
 
 def value_step(critic, batch, *, value_clip=None, **settings):
     critic.zero_grad()
-    terms = accumulate_value_loss(critic, batch, all_rows(batch.rollout), Config(**settings), value_clip=value_clip)
+    terms = accumulate_value_loss(critic, batch, part(batch), Config(**settings), value_clip=value_clip)
     return terms, torch.cat([parameter.grad.flatten() for parameter in critic.parameters()])
 
 
@@ -121,7 +129,7 @@ def test_update_policy_moves_towards_what_was_better_than_expected(policy, batch
     signs = torch.tensor([1.0, 1, 1, -1, -1, -1, 1, 1, 1, 1, 1])
     batch = replace(batch, old_logprobs=before, advantages=signs)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
-    metrics = update_policy(policy, optimizer, batch, all_rows(batch.rollout), Config(positive_nll=False))
+    metrics = update_policy(policy, optimizer, batch, part(batch), Config(positive_nll=False))
     after = logprobs_of(policy, batch)
     assert ((after - before) * signs).sum() > 0
     assert metrics["actor/pg_loss"] == pytest.approx(-signs.mean().item(), abs=1e-6)
@@ -134,36 +142,74 @@ def test_update_policy_moves_towards_what_was_better_than_expected(policy, batch
 def test_gradient_is_clipped_to_the_norm(policy, batch):
     start = torch.cat([parameter.detach().flatten().clone() for parameter in policy.parameters()])
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    metrics = update_policy(policy, optimizer, batch, all_rows(batch.rollout), Config(max_grad_norm=1e-3))
+    metrics = update_policy(policy, optimizer, batch, part(batch), Config(max_grad_norm=1e-3))
     moved = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]) - start
     assert metrics["actor/grad_norm"] > 1e-3
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_a_gradient_that_is_not_finite_moves_nothing(policy, critic, batch, kind, bad):
-    model = {"policy": policy, "critic": critic}[kind]
+NOT_FINITE = {
+    "actor": [
+        ("advantages", math.nan),
+        ("advantages", math.inf),
+        ("old_logprobs", math.nan),
+        ("ref_logprobs", math.nan),
+    ],
+    "critic": [("returns", math.nan), ("returns", math.inf), ("old_values", math.nan)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "bad"), [(name, *case) for name, cases in NOT_FINITE.items() for case in cases]
+)
+def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_is_taken(policy, critic, batch, name, field, bad):
+    model = {"actor": policy, "critic": critic}[name]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    broken = torch.full((11,), bad)
-    batch, rows = replace(batch, advantages=broken, returns=broken), all_rows(batch.rollout)
-    with pytest.raises(
-        FloatingPointError, match=rf"^the gradient of {type(model).__name__} must be finite; got a norm"
-    ):
-        if kind == "policy":
-            update_policy(policy, optimizer, batch, rows, Config())
-        else:
-            update_critic(critic, optimizer, batch, rows, Config(), value_clip=None)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert not optimizer.state
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+
+    def step(batch):
+        config = Config(kl_weight=0.1)
+        if name == "actor":
+            return update_policy(policy, optimizer, batch, part(batch), config)
+        return update_critic(critic, optimizer, batch, part(batch), config, value_clip=0.2)
+
+    broken = getattr(batch, field).clone()
+    broken[4] = bad
+    assert step(replace(batch, **{field: broken})) == {f"{name}/skipped_steps": 1.0}
+    assert all(torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
+    assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
+    metrics = step(batch)
+    assert metrics[f"{name}/skipped_steps"] == 0 and all(map(math.isfinite, metrics.values()))
+    assert any(not torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "earlier", "expected", "in_a_row"),
+    [
+        # A number is the loss of a step that was taken, None a step that was skipped; the limit is 3.
+        ([1.0, 3.0], 0, {"critic/vf_loss": 2.0, "critic/skipped_steps": 0}, 0),
+        ([1.0, None, 3.0], 2, {"critic/vf_loss": 2.0, "critic/skipped_steps": 1}, 0),
+        ([1.0, None], 0, {"critic/vf_loss": 1.0, "critic/skipped_steps": 1}, 1),
+        ([None, None, 1.0], 0, {"critic/vf_loss": 1.0, "critic/skipped_steps": 2}, 0),
+        ([None, None, 1.0], 1, {"critic/skipped_steps": 2}, 3),
+        ([None, None, None, None], 0, {"critic/skipped_steps": 3}, 3),
+    ],
+)
+def test_take_steps_averages_what_was_taken_and_ends_at_the_limit(outcomes, earlier, expected, in_a_row):
+    skips = Counter(critic=earlier, actor=1)
+
+    def update(loss):
+        return {"critic/skipped_steps": 1.0} if loss is None else {"critic/vf_loss": loss, "critic/skipped_steps": 0.0}
+
+    assert take_steps("critic", update, outcomes, skips, 3) == expected
+    assert skips == Counter(critic=in_a_row, actor=1)
 
 
 def test_update_critic_approaches_the_returns(critic, batch):
     optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
-    rows = all_rows(batch.rollout)
     losses = [
-        update_critic(critic, optimizer, batch, rows, Config(), value_clip=None)["critic/vf_loss"] for _ in range(10)
+        update_critic(critic, optimizer, batch, part(batch), Config(), value_clip=None)["critic/vf_loss"]
+        for _ in range(10)
     ]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -180,9 +226,13 @@ def test_split_rows_shuffles():
     assert split_rows(100, 1, torch.Generator().manual_seed(0))[0].tolist() != list(range(100))
 
 
-def test_mean_metrics():
-    assert mean_metrics([{"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 1.0}]) == {"a": 2.0, "b": 0.5}
-    assert mean_metrics([]) == {}
+def test_mini_batches_are_a_partition_in_each_epoch_with_their_counts(batch):
+    parts = mini_batches(batch, 2, 3, torch.Generator().manual_seed(0))
+    assert len(parts) == 6
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        assert sorted(first.rows.tolist() + second.rows.tolist()) == [0, 1, 2, 3]
+        assert (first.counts + second.counts).tolist() == [11, 8, 4]
+    assert all(torch.equal(each.counts, part(batch, each.rows).counts) for each in parts)
 
 
 def test_response_mean_weights_give_each_response_the_same_say():
@@ -220,17 +270,17 @@ def test_values_under_the_mask_do_not_train(critic, batch):
     masked = replace(batch, mask=mask, returns=batch.returns.masked_fill(~mask, 1e4))
     terms, gradient = value_step(critic, masked)
     critic.zero_grad()
-    expected = accumulate_value_loss(critic, batch, torch.tensor([0, 1, 3]), Config(), value_clip=None)
+    expected = accumulate_value_loss(critic, batch, part(batch, torch.tensor([0, 1, 3])), Config(), value_clip=None)
     same = torch.cat([parameter.grad.flatten() for parameter in critic.parameters()])
     torch.testing.assert_close(terms, expected, atol=1e-6, rtol=0)
     assert (gradient - same).abs().max() < 1e-6 * max(1.0, same.abs().max().item())
 
 
 def test_count_tokens_by_hand(batch):
-    assert count_tokens(batch, all_rows(batch.rollout)).tolist() == [11, 8, 4]
-    assert count_tokens(batch, torch.tensor([1, 3])).tolist() == [6, 5, 2]
+    everything, two = all_rows(batch.rollout), torch.tensor([1, 3])
+    assert count_tokens(batch, [everything, two]).tolist() == [[11, 8, 4], [6, 5, 2]]
     masked = replace(batch, mask=torch.tensor([True] * 6 + [False] * 5))
-    assert count_tokens(masked, all_rows(batch.rollout)).tolist() == [6, 3, 3]
+    assert count_tokens(masked, [everything]).tolist() == [[6, 3, 3]]
 
 
 def test_entropy_is_paid_for(policy, batch):

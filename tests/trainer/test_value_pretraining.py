@@ -1,15 +1,22 @@
 """Value pretraining: Monte-Carlo targets, a frozen policy, a start at the mean reward."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 import vapo.learning.value_pretraining
-from vapo.learning.value_pretraining import center_critic, fit_returns, pretraining_step
+from vapo.learning.value_pretraining import center_critic, monte_carlo_batch, pretraining_step
 from vapo.models.forward import rollout_values
 from vapo.models.load import critic_from_policy, value_head
 from vapo.rollout.collect import Collected
+
+
+def fit_returns(critic, optimizer, rollout, config, generator):
+    """As a step of the phase does, on a given rollout."""
+    batch = monte_carlo_batch(critic, rollout, config)
+    return vapo.learning.value_pretraining.fit_returns(critic, optimizer, batch, config, generator, Counter())
 
 
 def shuffling():
@@ -35,11 +42,12 @@ def test_a_step_samples_one_response_to_each_of_its_prompts(learner_of, small_co
 
     monkeypatch.setattr(vapo.learning.value_pretraining, "collect", record)
     learner = learner_of(small_config, "value_pretraining")
-    metrics, errors = pretraining_step(learner, 1, small_config)
+    report = pretraining_step(learner, 1, small_config)
     assert len(seen["problems"]) == 4 and seen["group_size"] == 1
     assert seen["sampling"] is learner.sampling and seen["generator"] is learner.generators.sampling
-    assert errors == []
-    assert metrics.keys() == {
+    assert report.errors == []
+    assert report.metrics.keys() == {
+        "critic/skipped_steps",
         "critic/pretrain/vf_explained_var",
         "critic/pretrain/vf_loss",
         "critic/pretrain/score",
@@ -54,12 +62,11 @@ def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small
 
     def record(critic, optimizer, *_):
         seen.append((value_head(critic).bias.item(), optimizer.param_groups[0]["lr"]))
-        return {}
+        return {"critic/skipped_steps": 0.0}
 
     monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", record)
     learner = learner_of(config, "value_pretraining")
-    _, errors = pretraining_step(learner, 1, config)
-    assert errors == ["failed"]
+    assert pretraining_step(learner, 1, config).errors == ["failed"]
     with torch.no_grad():
         value_head(learner.critic).bias.fill_(0.125)
     pretraining_step(learner, 2, config)
@@ -68,7 +75,7 @@ def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small
 
 def test_a_critic_that_is_given_keeps_its_bias(learner_of, small_config, monkeypatch, rollout):
     monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
-    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", lambda *_: {})
+    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", lambda *_: {"critic/skipped_steps": 0.0})
     learner = learner_of(small_config, "value_pretraining")
     pretraining_step(learner, 1, replace(small_config, critic="earlier/run"))
     assert value_head(learner.critic).bias.item() == 0.0

@@ -31,7 +31,7 @@ def test_imitation_step_returns_the_mean_over_tokens_and_lowers_it(policy, task,
     demonstrations = draw_demonstrations(task, 4, random.Random(0), 0.0, 0.0, policy.device)
     expected = -rollout_logprobs(policy, demonstrations, config).mean().item()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    losses = [imitation_step(policy, optimizer, demonstrations, config) for _ in range(5)]
+    losses = [imitation_step(policy, optimizer, demonstrations, config)["warm_start/loss"] for _ in range(5)]
     assert losses[0] == pytest.approx(expected, abs=1e-5)
     assert losses[-1] < losses[0] - 0.1
 
@@ -45,7 +45,7 @@ def test_faultless_demonstrations_come_first(learner_of, small_config, monkeypat
         return "# 1 <eos>"
 
     monkeypatch.setattr(learner.task, "demonstration", record, raising=False)
-    metrics = [warm_start_step(learner, step, config) for step in (1, 2, 3)]
+    metrics = [warm_start_step(learner, step, config).metrics for step in (1, 2, 3)]
     assert faults == [(0.0, 0.0), (0.0, 0.0), (0.3, 0.05)]
     assert [each["warm_start/lr"] for each in metrics] == pytest.approx([3e-3 * share for share in (0.05, 0.1, 0.15)])
     assert learner.policy_optimizer.param_groups[0]["lr"] == metrics[-1]["warm_start/lr"]
@@ -54,11 +54,11 @@ def test_faultless_demonstrations_come_first(learner_of, small_config, monkeypat
 def test_a_step_trains_the_policy_on_a_batch_of_its_own(learner_of, small_config):
     learner = learner_of(small_config, "warm_start")
     before, state = learner.policy.lm_head.weight.clone(), learner.generators.data.getstate()
-    metrics = warm_start_step(learner, 1, small_config)
+    metrics = warm_start_step(learner, 1, small_config).metrics
     assert not torch.equal(learner.policy.lm_head.weight, before)
     assert learner.generators.data.getstate() != state
     assert 1.0 < metrics["warm_start/loss"] < 5.0
-    assert metrics.keys() == {"warm_start/loss", "warm_start/lr"}
+    assert metrics.keys() == {"warm_start/loss", "warm_start/lr", "actor/grad_norm", "actor/skipped_steps"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

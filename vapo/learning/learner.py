@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class Learner:
         phase_is_over: The phase has reached its target before its last step.
         before: Held-out metrics before RL, once they are known.
         after: The newest held-out metrics.
+        skips: By "actor" and "critic", how many optimiser steps in a row were skipped. Not in a checkpoint: a run that
+            ended for too many of them goes on with other data and a new count.
     """
 
     policy: PreTrainedModel
@@ -74,6 +77,7 @@ class Learner:
     phase_is_over: bool = False
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
+    skips: Counter[str] = field(default_factory=Counter)
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from vapo.config import Config
 from vapo.learning.advantages import build_batch, explained_variances
 from vapo.learning.learner import Learner
-from vapo.learning.update import mean_metrics, set_lr, split_rows, update_critic, update_policy
+from vapo.learning.samples import evenly_spread, response_records, skipped_responses
+from vapo.learning.update import mini_batches, set_lr, take_steps, update_critic, update_policy
 from vapo.learning.value_pretraining import center_critic
 from vapo.models.forward import Passes, rollout_logprobs, rollout_values, truncated_values
 from vapo.models.sharding import gather_over_ranks, gathered, mean_over_ranks, share_of, sum_over_ranks
 from vapo.rollout.collect import Collected, collect
 from vapo.rollout.dynamic_sampling import Sampled, sample_informative
 from vapo.tasks import Problem
-from vapo.types import Batch, Rollout
+from vapo.types import Batch, Rollout, StepReport
 
 
-def vapo_step(
-    learner: Learner, step: int, config: Config
-) -> tuple[dict[str, float], list[dict[str, object]], list[str]]:
-    """Collect one rollout and take the optimiser steps on it.
-
-    Returns:
-        The step's metrics under verl's names, the samples to record, and tracebacks of verifiers that failed.
-    """
+def vapo_step(learner: Learner, step: int, config: Config) -> StepReport:
+    """Collect one rollout and take the optimiser steps on it; metrics have verl's names."""
     metrics: dict[str, float] = {}
     with timed(metrics, "step"):
         with timed(metrics, "gen"):
@@ -42,8 +37,12 @@ def vapo_step(
     num_tokens = sum_over_ranks(torch.tensor(len(rollout.prompt_ids) + len(rollout.token_ids))).item()
     metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"]
     metrics |= batch_metrics(batch, config) | sampling_metrics(sampled, config)
-    samples = sample_rows(batch, sampled.problems, sampled.collected.texts, config)
-    return metrics, samples, sampled.collected.errors
+    responses = response_records(batch, sampled.problems, sampled.collected.texts)
+    samples, skipped = evenly_spread(responses, config.logged_samples), ""
+    if metrics["actor/skipped_steps"] or metrics.get("critic/skipped_steps"):
+        skipped, culprits = skipped_responses(learner, batch, responses, config)
+        samples = culprits + samples
+    return StepReport(metrics, samples, sampled.collected.errors, skipped)
 
 
 def sample_groups(learner: Learner, config: Config) -> Sampled:
@@ -97,37 +96,23 @@ def update_models(
     learner: Learner, batch: Batch, step: int, config: Config, metrics: dict[str, float]
 ) -> dict[str, float]:
     """Take the optimiser steps of the policy, then those of the critic; returns their metrics."""
-    actor_rows = mini_batches(learner, batch, config.actor_epochs, config)
+    generator, limit = learner.generators.shuffling, config.max_skipped_steps
+    parts = mini_batches(batch, config.mini_batches, config.actor_epochs, generator)
     with timed(metrics, "update_actor"):
         updated = {"actor/lr": set_lr(learner.policy_optimizer, config.actor_lr, step, config.actor_lr_warmup)}
-        updated |= mean_metrics(
-            [update_policy(learner.policy, learner.policy_optimizer, batch, rows, config) for rows in actor_rows]
-        )
+        update = partial(update_policy, learner.policy, learner.policy_optimizer, batch, config=config)
+        updated |= take_steps("actor", update, parts, learner.skips, limit)
     if not config.has_critic:
         return updated
-    is_same = config.critic_epochs == config.actor_epochs
-    critic_rows = actor_rows if is_same else mini_batches(learner, batch, config.critic_epochs, config)
+    if config.critic_epochs != config.actor_epochs:
+        parts = mini_batches(batch, config.mini_batches, config.critic_epochs, generator)
     with timed(metrics, "update_critic"):
         updated["critic/lr"] = set_lr(learner.critic_optimizer, config.critic_lr, step, config.critic_lr_warmup)
-        updated |= mean_metrics(
-            [
-                update_critic(
-                    learner.critic, learner.critic_optimizer, batch, rows, config, value_clip=config.value_clip
-                )
-                for rows in critic_rows
-            ]
+        update = partial(
+            update_critic, learner.critic, learner.critic_optimizer, batch, config=config, value_clip=config.value_clip
         )
+        updated |= take_steps("critic", update, parts, learner.skips, limit)
     return updated
-
-
-def mini_batches(learner: Learner, batch: Batch, epochs: int, config: Config) -> list[Tensor]:
-    """The rows of each optimiser step, epoch after epoch."""
-    num_rows, shuffling = len(batch.rollout.lengths), learner.generators.shuffling
-    return [
-        rows.to(learner.policy.device)
-        for _ in range(epochs)
-        for rows in split_rows(num_rows, config.mini_batches, shuffling)
-    ]
 
 
 def batch_metrics(batch: Batch, config: Config) -> dict[str, float]:
@@ -169,29 +154,6 @@ def sampling_metrics(sampled: Sampled, config: Config) -> dict[str, float]:
             "rollout/informative_groups": sampled.informative,
         }
     return metrics
-
-
-def sample_rows(batch: Batch, problems: list[Problem], texts: list[str], config: Config) -> list[dict[str, object]]:
-    """Pick ``logged_samples`` responses, evenly spread over the batch, for the record."""
-    num_responses, bounds = len(texts), batch.rollout.cu_seqlens.tolist()
-    chosen = [
-        number * num_responses // config.logged_samples for number in range(min(config.logged_samples, num_responses))
-    ]
-    scores, is_correct = batch.rollout.scores.tolist(), batch.rollout.is_correct.tolist()
-    rows = []
-    for row in chosen:
-        advantages = batch.advantages[bounds[row] : bounds[row + 1]]
-        rows.append(
-            {
-                "prompt": problems[row * len(problems) // num_responses].prompt,
-                "response": texts[row],
-                "reward": scores[row],
-                "is_correct": is_correct[row],
-                "advantage_min": advantages.min().item(),
-                "advantage_max": advantages.max().item(),
-            }
-        )
-    return rows
 
 
 def small_lambda_warning(config: Config) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,34 +19,88 @@ from vapo.types import Batch
 from vapo_kernels import linear_policy_loss, policy_loss, value_loss
 
 
-def update_policy(
-    policy: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, rows: Tensor, config: Config
+class MiniBatch(NamedTuple):
+    """The responses of one optimiser step.
+
+    Attributes:
+        rows: [R] int64. This rank's responses.
+        counts: [3] int64. Tokens that train, those of correct responses, and responses that train, over all ranks.
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+
+def mini_batches(batch: Batch, num_parts: int, epochs: int, generator: torch.Generator) -> list[MiniBatch]:
+    """Shuffle the responses anew in each epoch and cut them into ``num_parts`` optimiser steps."""
+    num_rows = len(batch.rollout.lengths)
+    parts = [rows.to(batch.mask.device) for _ in range(epochs) for rows in split_rows(num_rows, num_parts, generator)]
+    return [MiniBatch(rows, counts) for rows, counts in zip(parts, count_tokens(batch, parts), strict=True)]
+
+
+def count_tokens(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
+    """The counts of a :class:`MiniBatch` for each of its rows in ``parts``, [len(parts), 3] int64."""
+    rollout = batch.rollout
+    lengths = torch.segment_reduce(batch.mask.float(), "sum", lengths=rollout.lengths).long()
+    per_response = torch.stack((lengths, lengths * rollout.is_correct, (lengths > 0).long()), 1)
+    return sum_over_ranks(torch.stack([per_response[rows].sum(0) for rows in parts]))
+
+
+def take_steps(
+    name: str, update: Callable[[MiniBatch], dict[str, float]], parts: Sequence[MiniBatch], skips: Counter, limit: int
 ) -> dict[str, float]:
-    """Take one step on L = L_PPO + μ L_NLL (Eq. 3, 16, 17) over the responses ``rows``.
+    """Take one optimiser step for each mini-batch, or fewer where ``limit`` in a row are skipped.
+
+    Args:
+        name: "actor" or "critic", the prefix of the metrics.
+        update: Takes one step; returns its metrics, of which ``<name>/skipped_steps`` is 0 or 1.
+        parts: The mini-batches.
+        skips: By name, how many steps in a row were skipped up to now; counted on.
+        limit: ``max_skipped_steps``.
+
+    Returns:
+        The mean of each metric over the steps that were taken, and the number of steps that were skipped.
+    """
+    steps: list[dict[str, float]] = []
+    for part in parts:
+        steps.append(update(part))
+        skips[name] = skips[name] + 1 if steps[-1][f"{name}/skipped_steps"] else 0
+        if skips[name] >= limit:
+            break
+    num_skipped = sum(step.pop(f"{name}/skipped_steps") for step in steps)
+    taken = [step for step in steps if step]
+    means = {metric: sum(step[metric] for step in taken) / len(taken) for metric in taken[0]} if taken else {}
+    return means | {f"{name}/skipped_steps": num_skipped}
+
+
+def update_policy(
+    policy: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, mini_batch: MiniBatch, config: Config
+) -> dict[str, float]:
+    """Take one step on L = L_PPO + μ L_NLL (Eq. 3, 16, 17) over a mini-batch.
 
     Args:
         policy: The policy.
         optimizer: Its optimiser.
         batch: All responses of the rollout.
-        rows: [R] int64. The responses of this mini-batch; with several ranks, this rank's share of it.
+        mini_batch: Those of this step.
         config: Clip range, μ, temperature and the switches that govern them.
 
     Returns:
-        The loss terms over the whole mini-batch and the gradient's norm before clipping.
+        The loss terms over the whole mini-batch, the gradient's norm before clipping and ``actor/skipped_steps``, as
+        :func:`step_if_finite` gives them.
     """
-    totals = sum_over_ranks(accumulate_policy_loss(policy, batch, rows, config))
-    grad_norm = clipped_step(policy, optimizer, config)
-    return dict(zip(_POLICY_METRICS, totals.tolist(), strict=True)) | {"actor/grad_norm": grad_norm}
+    totals = sum_over_ranks(accumulate_policy_loss(policy, batch, mini_batch, config))
+    return step_if_finite("actor", policy, optimizer, dict(zip(_POLICY_METRICS, totals.tolist(), strict=True)), config)
 
 
-def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, rows: Tensor, config: Config) -> Tensor:
-    """Add the gradient of Eq. 17 over ``rows`` to the parameters, one micro-batch at a time.
+def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, mini_batch: MiniBatch, config: Config) -> Tensor:
+    """Add the gradient of Eq. 17 over a mini-batch to the parameters, one micro-batch at a time.
 
     Returns:
         [7] float32: the terms named in ``_POLICY_METRICS``, each divided by the counts of the whole mini-batch; they
         are this rank's part of it.
     """
-    rollout, counts = batch.rollout, count_tokens(batch, rows)
+    rollout, (rows, counts) = batch.rollout, mini_batch
     totals = torch.zeros(len(_POLICY_METRICS), device=policy.device)
     for micro_rows, trains in even_micro_batches(rollout, rows, config.micro_batch_tokens):
         out = inside(policy, _policy_loss, batch, micro_rows, trains, counts, config)
@@ -51,13 +108,6 @@ def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, rows: Tensor, 
         terms = (out.policy, out.positive_nll, out.kl, out.entropy, out.approx_kl, out.clip_fraction, out.loss)
         totals += torch.stack(terms).detach()
     return totals
-
-
-def count_tokens(batch: Batch, rows: Tensor) -> Tensor:
-    """Count over the whole mini-batch and all ranks: [3] int64, tokens, tokens of correct responses, responses."""
-    rollout = batch.rollout
-    lengths = torch.segment_reduce(batch.mask.float(), "sum", lengths=rollout.lengths).long()[rows]
-    return sum_over_ranks(torch.stack((lengths.sum(), (lengths * rollout.is_correct[rows]).sum(), (lengths > 0).sum())))
 
 
 def _policy_loss(
@@ -117,23 +167,23 @@ def update_critic(
     critic: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    rows: Tensor,
+    mini_batch: MiniBatch,
     config: Config,
     *,
     value_clip: float | None,
 ) -> dict[str, float]:
-    """Take one step on the mean of ½ (V(s_t) − R̂_t)² (Eq. 10) over the tokens of the responses ``rows``."""
-    totals = sum_over_ranks(accumulate_value_loss(critic, batch, rows, config, value_clip=value_clip))
-    grad_norm = clipped_step(critic, optimizer, config)
+    """Take one step on the mean of ½ (V(s_t) − R̂_t)² (Eq. 10) over the tokens of a mini-batch."""
+    totals = sum_over_ranks(accumulate_value_loss(critic, batch, mini_batch, config, value_clip=value_clip))
     loss, clip_fraction = totals.tolist()
-    return {"critic/vf_loss": loss, "critic/vf_clipfrac": clip_fraction, "critic/grad_norm": grad_norm}
+    metrics = {"critic/vf_loss": loss, "critic/vf_clipfrac": clip_fraction}
+    return step_if_finite("critic", critic, optimizer, metrics, config)
 
 
 def accumulate_value_loss(
-    critic: PreTrainedModel, batch: Batch, rows: Tensor, config: Config, *, value_clip: float | None
+    critic: PreTrainedModel, batch: Batch, mini_batch: MiniBatch, config: Config, *, value_clip: float | None
 ) -> Tensor:
-    """Add the gradient of Eq. 10 over ``rows`` to the parameters; returns [2] float32: loss and clip fraction."""
-    num_tokens = count_tokens(batch, rows)[0]
+    """Add the gradient of Eq. 10 over a mini-batch to the parameters; returns [2] float32: loss and clip fraction."""
+    rows, (num_tokens, *_) = mini_batch
     totals = torch.zeros(2, device=critic.device)
     for micro_rows, trains in even_micro_batches(batch.rollout, rows, config.micro_batch_tokens):
         out = inside(critic, _value_loss, batch, micro_rows, trains, num_tokens, value_clip)
@@ -161,11 +211,6 @@ def split_rows(num_rows: int, num_parts: int, generator: torch.Generator) -> lis
     return list(torch.randperm(num_rows, generator=generator).tensor_split(num_parts))
 
 
-def mean_metrics(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Average each metric over the optimiser steps of a rollout."""
-    return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]} if metrics else {}
-
-
 _POLICY_METRICS = (
     "actor/pg_loss",
     "actor/nll_loss",
@@ -177,18 +222,31 @@ _POLICY_METRICS = (
 )
 
 
-def clipped_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: Config) -> float:
-    """Clip the gradient, step, clear; returns the norm before clipping.
+def step_if_finite(
+    name: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, metrics: dict[str, float], config: Config
+) -> dict[str, float]:
+    """Clip the gradient, step, clear; where a metric or the gradient's norm is not finite, only clear.
 
-    Raises:
-        FloatingPointError: If the norm is not finite; the step would make every weight NaN.
+    Such a step would make every weight NaN. All ranks see the same numbers, so they skip together.
+
+    Args:
+        name: "actor" or "critic", the prefix of the metrics.
+        model: The model whose gradient was formed.
+        optimizer: Its optimiser.
+        metrics: Loss terms over all ranks.
+        config: ``max_grad_norm`` is used.
+
+    Returns:
+        ``metrics``, the norm before clipping and ``<name>/skipped_steps`` = 0; the last alone, 1, if it was skipped.
     """
     grad_norm = clip_grad_norm(model, config.max_grad_norm)
-    if not math.isfinite(grad_norm):
-        raise FloatingPointError(f"the gradient of {type(model).__name__} must be finite; got a norm of {grad_norm}")
-    optimizer.step()
+    is_finite = all(map(math.isfinite, (*metrics.values(), grad_norm)))
+    if is_finite:
+        optimizer.step()
     optimizer.zero_grad()
-    return grad_norm
+    if not is_finite:
+        return {f"{name}/skipped_steps": 1.0}
+    return metrics | {f"{name}/grad_norm": grad_norm, f"{name}/skipped_steps": 0.0}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, step: int = 1, warmup: int = 0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,19 +11,19 @@ from transformers import PreTrainedModel
 
 from vapo.config import Config
 from vapo.learning.learner import Learner
-from vapo.learning.update import clipped_step, set_lr
+from vapo.learning.update import set_lr, step_if_finite, take_steps
 from vapo.models.forward import all_rows, even_micro_batches, token_indices, token_logits
 from vapo.models.sharding import inside, share_of, sum_over_ranks
 from vapo.rollout.collect import pack
 from vapo.tasks import EmbeddedTask
-from vapo.types import Rollout
+from vapo.types import Rollout, StepReport
 from vapo_kernels import token_logprobs
 
 WARM_UP_STEPS = 20
 FINAL_LR_SHARE = 0.15
 
 
-def warm_start_step(learner: Learner, step: int, config: Config) -> dict[str, float]:
+def warm_start_step(learner: Learner, step: int, config: Config) -> StepReport:
     """Train the policy on one batch of demonstrations.
 
     The first ``warm_start_clean_steps`` see faultless ones, from which arithmetic is learned; the rest see ones that
@@ -39,8 +40,10 @@ def warm_start_step(learner: Learner, step: int, config: Config) -> dict[str, fl
     demonstrations = draw_demonstrations(
         learner.task, config.warm_start_batch, learner.generators.data, give_up, error, learner.policy.device
     )
-    loss = imitation_step(learner.policy, learner.policy_optimizer, demonstrations, config)
-    return {"warm_start/loss": loss, "warm_start/lr": lr}
+    update = partial(imitation_step, learner.policy, learner.policy_optimizer, config=config)
+    metrics = take_steps("actor", update, [demonstrations], learner.skips, config.max_skipped_steps)
+    skipped = "the loss of the demonstrations or its gradient is not finite" if metrics["actor/skipped_steps"] else ""
+    return StepReport(metrics | {"warm_start/lr": lr}, skipped=skipped)
 
 
 def lr_share(step: int, num_steps: int, steady_steps: int = 0) -> float:
@@ -73,16 +76,15 @@ def draw_demonstrations(
 
 def imitation_step(
     policy: PreTrainedModel, optimizer: torch.optim.Optimizer, demonstrations: Rollout, config: Config
-) -> float:
-    """Take one step on the mean of −log π over all tokens of the demonstrations, and return that mean."""
+) -> dict[str, float]:
+    """Take one step on the mean of −log π over all tokens of the demonstrations; returns that mean in its metrics."""
     num_tokens = sum_over_ranks(demonstrations.lengths.sum())
     total = torch.zeros((), device=policy.device)
     for rows, trains in even_micro_batches(demonstrations, all_rows(demonstrations), config.micro_batch_tokens):
         loss = inside(policy, _negative_log_likelihood, demonstrations, rows) * trains / num_tokens
         loss.backward()
         total += loss.detach()
-    clipped_step(policy, optimizer, config)
-    return sum_over_ranks(total).item()
+    return step_if_finite("actor", policy, optimizer, {"warm_start/loss": sum_over_ranks(total).item()}, config)
 
 
 def _negative_log_likelihood(policy: PreTrainedModel, demonstrations: Rollout, rows: Tensor) -> Tensor:
