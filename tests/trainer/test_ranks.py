@@ -28,11 +28,10 @@ from vapo.evaluation import evaluate
 from vapo.learning.advantages import build_batch
 from vapo.learning.learner import Learner, make_learner
 from vapo.learning.step import model_passes, vapo_step
-from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss
+from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss, mini_batches
 from vapo.learning.value_pretraining import pretraining_step
 from vapo.learning.warm_start import warm_start_step
 from vapo.models import sharding
-from vapo.models.forward import all_rows
 from vapo.models.load import value_head
 from vapo.presets import PRESETS
 from vapo.rollout.collect import Collected, pack
@@ -126,13 +125,10 @@ def gradients(learner: Learner, config: Config) -> dict[str, Any]:
     """Gradients and loss terms of both models, and the whitened advantages, before any step."""
     rollout = share_of_fixed_groups().rollout
     batch = build_batch(rollout, model_passes(learner, rollout, 1, config, {}), config)
-    found = {
-        "policy terms": sharding.sum_over_ranks(
-            accumulate_policy_loss(learner.policy, batch, all_rows(rollout), config)
-        )
-    }
+    (part,) = mini_batches(batch, 1, 1, torch.Generator())
+    found = {"policy terms": sharding.sum_over_ranks(accumulate_policy_loss(learner.policy, batch, part, config))}
     if learner.critic is not None:
-        terms = accumulate_value_loss(learner.critic, batch, all_rows(rollout), config, value_clip=config.value_clip)
+        terms = accumulate_value_loss(learner.critic, batch, part, config, value_clip=config.value_clip)
         found["critic terms"] = sharding.sum_over_ranks(terms)
     for name, model in learner.models.items():
         found |= {f"{name}.{key}": whole(each.grad) for key, each in named(model) if each.grad is not None}

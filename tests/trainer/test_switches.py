@@ -8,8 +8,8 @@ import torch
 from vapo.config import Config
 from vapo.learning.advantages import build_batch
 from vapo.learning.step import sample_groups
-from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss
-from vapo.models.forward import Passes, all_rows, rollout_logprobs
+from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss, mini_batches
+from vapo.models.forward import Passes, rollout_logprobs
 
 ON = Config(
     num_prompts=3,
@@ -45,12 +45,13 @@ def quantities(policy, critic, rollout, batch_of, learner_of):
         bootstrap = final_values if config.truncated == "bootstrap" else None
         passes = Passes(logprobs, logprobs + 0.1 * VALUES, VALUES if config.has_critic else None, bootstrap)
         batch = build_batch(rollout, passes, config)
-        rows, given = all_rows(rollout), batch_of(**fixed, mask=batch.mask)
+        given = batch_of(**fixed, mask=batch.mask)
+        (part,) = mini_batches(given, 1, 1, torch.Generator())
         policy.zero_grad()
-        policy_terms = accumulate_policy_loss(policy, given, rows, config).tolist()
+        policy_terms = accumulate_policy_loss(policy, given, part, config).tolist()
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         critic.zero_grad()
-        value_terms = accumulate_value_loss(critic, given, rows, config, value_clip=config.value_clip)
+        value_terms = accumulate_value_loss(critic, given, part, config, value_clip=config.value_clip)
         sampled = sample_groups(learner_of(config), config)
         return {
             "phases": config.total_steps - config.warm_start_steps - config.steps,
