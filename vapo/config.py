@@ -142,9 +142,6 @@ class Config:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm, > 0. Paper: not stated."""
     max_skipped_steps: int = 5
-    """Steps in a row whose loss or gradient is not finite that are skipped; one more ends the run."""
-
-    max_skipped_steps: int = 5
     """Optimiser steps of a model skipped in a row, for a loss or gradient that is not finite, that end the run."""
 
     # Value pretraining.
