@@ -45,13 +45,13 @@ def evaluate(
         problems: Held-out problems.
         sampling: How responses are sampled; the greedy ones differ in their temperature, 0, only.
         samples: k, responses to each problem.
-        generator: Source of randomness; equally seeded, two policies meet the same random numbers.
+        generator: Source of randomness; with the same seed two policies get the same random numbers.
 
     Returns:
         Means over the problems: ``val/accuracy_sampled`` (avg@k), ``val/pass@j`` for j = 2, 4, 8 … and k,
         ``val/maj@k`` if k > 1, ``val/accuracy_greedy``, and of the sampled responses ``val/response_length`` in tokens
-        and ``val/truncated``, the share cut by the length limit. Where the problems come from several data sources,
-        the same for each under ``val/<source>/…``; those without a source are ``unnamed``. ``val/errors`` counts the
+        and ``val/truncated``, the share that the length limit truncated. With several data sources, the same for
+        each under ``val/<source>/…``; those without a source are ``unnamed``. ``val/errors`` counts the
         responses, sampled or greedy, on which the verifier failed.
 
     Raises:
@@ -82,7 +82,7 @@ def problem_figures(task: Task, sampled: Collected, greedy: Collected, samples: 
     """The figures of each problem: what its ``samples`` sampled responses and its greedy one came to."""
     correct, truncated = sampled.rollout.is_correct.tolist(), sampled.rollout.is_truncated.tolist()
     lengths, greedy_correct = sampled.rollout.lengths.tolist(), greedy.rollout.is_correct.tolist()
-    # A response that was cut has given no answer.
+    # A truncated response has no answer.
     answers = [
         None if is_cut else task.final_answer(text) for text, is_cut in zip(sampled.texts, truncated, strict=True)
     ]
@@ -99,11 +99,11 @@ def problem_figures(task: Task, sampled: Collected, greedy: Collected, samples: 
 
 
 def accuracy_figures(is_correct: Sequence[bool], answers: Sequence[str | None]) -> dict[str, float]:
-    """avg@k, pass@j and maj@k of one problem from the verdicts on its k sampled responses.
+    """avg@k, pass@j and maj@k of one problem from the verifier's results on its k sampled responses.
 
     Args:
-        is_correct: k verdicts.
-        answers: The k final answers that vote; None casts no vote.
+        is_correct: k results of the verifier.
+        answers: The k final answers that vote; None does not vote.
 
     Returns:
         ``accuracy_sampled``; ``pass@j`` for j = 2, 4, 8 … below k and for k itself; ``maj@k`` if k > 1.
@@ -144,12 +144,12 @@ def pass_at(draws: int, num_samples: int, num_correct: int) -> float:
 def majority_is_correct(is_correct: Sequence[bool], answers: Sequence[str | None]) -> bool:
     """Say whether the most frequent answer is correct; False if there is none.
 
-    Of answers equally frequent the one sampled first wins: samples are exchangeable, so this is a fair draw that does
-    not look at the verdicts. The answer is as correct as the first response that gave it.
+    Of answers equally frequent the one sampled first wins: samples are exchangeable, so this choice is fair and does
+    not depend on the verifier. The answer is as correct as the first response that gave it.
 
     Args:
-        is_correct: k verdicts.
-        answers: The k final answers; None casts no vote.
+        is_correct: k results of the verifier.
+        answers: The k final answers; None does not vote.
 
     Example:
         >>> majority_is_correct([False, True, True, False], ["3", "7", "7", None])
@@ -158,7 +158,7 @@ def majority_is_correct(is_correct: Sequence[bool], answers: Sequence[str | None
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return False
-    # Equal counts keep the order in which they were first met.
+    # Equal counts keep the order of their first occurrence.
     winner, _ = votes.most_common(1)[0]
     return is_correct[list(answers).index(winner)]
 

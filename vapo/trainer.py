@@ -60,7 +60,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         task, held_out = load_tasks(config)
         check_shares(config, held_out)
         learner = make_learner(config, task, device)
-        # Only files hold all their problems; what is drawn without end is checked as it is drawn.
+        # Files are known as a whole; generated problems are checked as they come.
         known = [*getattr(task, "rows", ()), *held_out.problems]
         check_prompts(learner.policy, learner.tokenizer, known, config.max_new_tokens)
         if checkpoint:
@@ -122,12 +122,12 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
 def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path) -> Iterator[int]:
     """Number the steps of a phase that are still to do, from 1.
 
-    A phase ends before its last step where the learner says that it is over. Checkpoints follow each
+    A phase ends early where the learner's ``phase_is_over`` is set. Checkpoints follow each
     ``checkpoint_every`` steps and the last one.
 
     Raises:
         FloatingPointError: After ``max_skipped_steps`` optimiser steps in a row that were skipped. The models are as
-            they were before these, the data those after them: resumed, the run does not meet the same batch again.
+            before these steps, the data after them: a resumed run gets other batches.
     """
     if learner.is_past(phase) or not count:
         return
@@ -178,7 +178,7 @@ def load_tasks(config: Config) -> tuple[Task, HeldOut]:
 
 
 def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dict[str, float]:
-    """Evaluate with the run's own evaluation seed, so that every evaluation of a run meets the same random numbers."""
+    """Evaluate with the run's own evaluation seed, so that every evaluation of a run uses the same random numbers."""
     generator = torch.Generator(learner.policy.device).manual_seed(seed_for(f"evaluation {config.seed}", rank()))
     with gathered(learner.policy):
         return evaluate(

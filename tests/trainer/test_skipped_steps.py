@@ -67,7 +67,10 @@ def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(tmp_path, monkeypatch, 
     (culprit,) = [row for row in lines(tmp_path / "run", "samples.jsonl") if "not_finite" in row]
     assert (culprit["step"], culprit["not_finite"]) == (2, field)
     told = " ".join(capsys.readouterr().out.split())
-    assert f"step 2 of VAPO: optimiser steps were skipped, 1 of the {skipping}: {field} is not finite in 1 res" in told
+    assert (
+        f"step 2 of VAPO: optimiser steps were skipped, 1 of the {skipping}: {field} is not finite in 1 response"
+        in told
+    )
 
 
 def test_a_run_resumed_after_a_poisoned_batch_ends_as_one_that_was_not_interrupted(tmp_path, monkeypatch):

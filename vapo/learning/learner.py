@@ -42,12 +42,12 @@ class Generators:
 
 @dataclass(slots=True)
 class Learner:
-    """Models, optimisers, generators and the place in the run.
+    """Models, optimisers, generators, and how far the run is.
 
     Attributes:
         policy: The policy.
         critic: The critic; None with group advantages.
-        reference: The policy before RL, frozen; None unless a KL term wants it.
+        reference: The policy before RL, frozen; None without a KL term.
         tokenizer: The policy's.
         task: Prompts and verifier, with the data cursor.
         sampling: How training rollouts are sampled.
@@ -102,7 +102,7 @@ class Learner:
     def begin(self, phase: str, config: Config) -> None:
         """Enter a phase with fresh optimisers and generators.
 
-        Moments of earlier phases say nothing about its gradients, and no rollout of an earlier phase is met again.
+        Moments of earlier phases do not fit its gradients, and no rollout of an earlier phase is repeated.
         """
         if self.phase == "warm_start" and self.critic is not None and not config.critic:
             copy_parameters(self.policy.base_model, self.critic.base_model)
@@ -122,7 +122,7 @@ class Learner:
             self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), lr=config.critic_lr, weight_decay=decay)
 
     def save(self, folder: Path, config: Config) -> None:
-        """Write a checkpoint of this place in the run."""
+        """Write a checkpoint."""
         state = {
             "phase": self.phase,
             "step": self.step,
@@ -143,7 +143,7 @@ class Learner:
         )
 
     def restore(self, checkpoint: Path, config: Config) -> None:
-        """Go to the place in the run that a checkpoint holds."""
+        """Go on from a checkpoint."""
         state = read_state(checkpoint)
         self.begin(state["phase"], config)
         load_checkpoint(checkpoint, models=self.models, optimizers=self.optimizers)
@@ -152,7 +152,7 @@ class Learner:
         self.task.load_state_dict(state["task"])
         states, generators = state["generators"], self.generators.by_name
         if len(states) != world_size() or state["device"] != self.policy.device.type:
-            # On another number of ranks none may repeat what another one draws; another device has other generators.
+            # With another number of ranks no two may sample the same; another device has another kind of generator.
             purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
             generators.pop("sampling").manual_seed(seed_for(purpose, rank()))
         restore_generators(generators, states[rank() % len(states)])
@@ -219,7 +219,7 @@ def copy_parameters(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def make_generators(purpose: str, device: torch.device) -> Generators:
-    """Seed one generator for each use; all ranks draw the same data and shuffles, each its own samples."""
+    """Seed one generator for each use; all ranks have the same data and shuffles, and each its own samples."""
     return Generators(
         data=random.Random(seed_for(f"data {purpose}", 0)),
         sampling=torch.Generator(device).manual_seed(seed_for(f"sampling {purpose}", rank())),

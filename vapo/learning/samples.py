@@ -11,7 +11,7 @@ from torch import Tensor
 from vapo.config import Config
 from vapo.learning.learner import Learner
 from vapo.models.forward import rollout_logprobs, rollout_values
-from vapo.models.sharding import gather_objects, max_over_ranks
+from vapo.models.sharding import gather_objects, sum_over_ranks
 from vapo.tasks import Problem
 from vapo.types import Batch
 
@@ -24,19 +24,11 @@ T = TypeVar("T")
 def response_records(batch: Batch, problems: list[Problem], texts: list[str]) -> list[dict[str, object]]:
     """The record of each response, as ``samples.jsonl`` has it; those to one problem stand side by side."""
     rollout, group_size = batch.rollout, len(texts) // len(problems)
-    advantages = batch.advantages.split(rollout.lengths.tolist())
-    columns = zip(texts, rollout.scores.tolist(), rollout.is_correct.tolist(), advantages, strict=True)
-    return [
-        {
-            "prompt": problems[row // group_size].prompt,
-            "response": text,
-            "reward": score,
-            "is_correct": is_correct,
-            "advantage_min": each.min().item(),
-            "advantage_max": each.max().item(),
-        }
-        for row, (text, score, is_correct, each) in enumerate(columns)
-    ]
+    least, most = (torch.segment_reduce(batch.advantages, kind, lengths=rollout.lengths) for kind in ("min", "max"))
+    prompts = [problem.prompt for problem in problems for _ in range(group_size)]
+    columns = (prompts, texts, *(x.tolist() for x in (rollout.scores, rollout.is_correct, least, most)))
+    names = ("prompt", "response", "reward", "is_correct", "advantage_min", "advantage_max")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def evenly_spread(items: list[T], count: int) -> list[T]:
@@ -53,10 +45,10 @@ def evenly_spread(items: list[T], count: int) -> list[T]:
 def skipped_responses(
     learner: Learner, batch: Batch, samples: list[dict[str, object]], config: Config
 ) -> tuple[str, list[dict[str, object]]]:
-    """Say why steps on a batch were skipped; collective.
+    """Find why steps on a batch were skipped; collective.
 
     Args:
-        learner: Its models are asked again, since what is not finite may be in their weights.
+        learner: Its models run once more, since what is not finite may be in their weights.
         batch: What they were trained on.
         samples: A record of each of this rank's responses, as ``samples.jsonl`` has it.
         config: The run's settings.
@@ -67,13 +59,17 @@ def skipped_responses(
     """
     for name, x in _in_order_of_computation(learner, batch, config):
         is_bad = ~x.isfinite() & batch.mask
-        rows = torch.segment_reduce(is_bad.float(), "max", lengths=batch.rollout.lengths, initial=0).nonzero()
-        if max_over_ranks(len(rows)):
-            found = gather_objects([samples[row] | {"not_finite": name} for row in rows.flatten().tolist()])
-            bad = [sample for part in found for sample in part]
+        is_bad = torch.segment_reduce(is_bad.float(), "max", lengths=batch.rollout.lengths)
+        count = int(sum_over_ranks(is_bad.sum()))
+        if count:
+            rows = is_bad.nonzero().flatten().tolist()[:MOST_RECORDED]
+            parts = gather_objects([samples[row] | {"not_finite": name} for row in rows])
+            bad = [sample for part in parts for sample in part][:MOST_RECORDED]
             first = f"{str(bad[0]['prompt'])[:200]!r} → {str(bad[0]['response'])[:200]!r}"
-            recorded = f"samples.jsonl has {min(len(bad), MOST_RECORDED)} of them; the first: {first}"
-            return f"{name} is not finite in {len(bad)} responses ({recorded})", bad[:MOST_RECORDED]
+            return (
+                f"{name} is not finite in {count} responses ({len(bad)} are in samples.jsonl; the first: {first})",
+                bad,
+            )
     return "all inputs, log-probs and values are finite: the loss or the gradient overflowed", []
 
 

@@ -145,7 +145,7 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, float]:
 
 
 def sampling_metrics(sampled: Sampled, config: Config) -> dict[str, float]:
-    """Count what sampling met: verifiers that failed and, with dynamic sampling, rounds and informative groups."""
+    """Count verifiers that failed and, with dynamic sampling, rounds and informative groups."""
     errors = sum_over_ranks(torch.tensor(len(sampled.collected.errors)))
     metrics = {"reward/errors": float(errors)}
     if config.dynamic_sampling:

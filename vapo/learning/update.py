@@ -32,7 +32,7 @@ class MiniBatch(NamedTuple):
 
 
 def mini_batches(batch: Batch, num_parts: int, epochs: int, generator: torch.Generator) -> list[MiniBatch]:
-    """Shuffle the responses anew in each epoch and cut them into ``num_parts`` optimiser steps."""
+    """Shuffle the responses in each epoch and split them into ``num_parts`` optimiser steps."""
     num_rows = len(batch.rollout.lengths)
     parts = [rows.to(batch.mask.device) for _ in range(epochs) for rows in split_rows(num_rows, num_parts, generator)]
     return [MiniBatch(rows, counts) for rows, counts in zip(parts, count_tokens(batch, parts), strict=True)]
@@ -207,7 +207,7 @@ def _value_loss(
 
 
 def split_rows(num_rows: int, num_parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Shuffle the numbers below ``num_rows`` and cut them into ``num_parts`` parts whose sizes differ by at most 1."""
+    """Shuffle the numbers below ``num_rows`` and split them into parts whose sizes differ by at most 1."""
     return list(torch.randperm(num_rows, generator=generator).tensor_split(num_parts))
 
 

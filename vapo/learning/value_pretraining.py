@@ -57,7 +57,7 @@ def pretraining_step(learner: Learner, step: int, config: Config) -> StepReport:
 
 @torch.no_grad()
 def center_critic(critic: PreTrainedModel, rollout: Rollout) -> None:
-    """Let a critic whose head is zero say the mean reward everywhere: the first updates need not find the mean."""
+    """Let a critic whose head is zero start from the mean score, so that no update is spent on the mean."""
     value_head(critic).bias.fill_(mean_over_ranks(rollout.scores))
 
 
