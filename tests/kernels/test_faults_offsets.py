@@ -42,7 +42,7 @@ def test_more_than_65535_rows_in_a_grid(monkeypatch, module, kernel):
     """Only the first dimension of a grid takes more than 65,535 programs."""
     n, launches = 70_000, Launches()
     monkeypatch.setattr(_dispatch, "INTERPRET", True)
-    monkeypatch.setattr(importlib.import_module(f"vapo_kernels.{module}"), kernel, launches)
+    monkeypatch.setattr(importlib.import_module(f"vapo_kernels.ops.{module}"), kernel, launches)
     logits, ids = torch.zeros(n, 2), torch.zeros(n, dtype=torch.int64)
     if kernel == "_token_logprobs_kernel":
         token_logprobs(logits, ids)
