@@ -1,7 +1,6 @@
 """Faults of launches: kernels on the wrong device, and what a compiler makes of them."""
 
 import contextlib
-import importlib
 import types
 
 import pytest
@@ -9,15 +8,21 @@ import torch
 from draws import packed_inputs, policy_inputs, run, value_inputs
 from losses import LOSSES, losses
 
-from vapo_kernels import _dispatch, linear_token_logprobs, masked_whiten, packed_gae, policy_loss, token_logprobs
+from vapo_kernels import (
+    _dispatch,
+    _formed_gradient,
+    linear_token_logprobs,
+    masked_whiten,
+    packed_gae,
+    policy_loss,
+    token_logprobs,
+)
+from vapo_kernels.ops import token_logprobs as token_logprobs_module
+from vapo_kernels.ops import value_loss, whiten
+from vapo_kernels.ops.gae import kernel as gae_kernel
+from vapo_kernels.ops.policy_loss import from_logits, from_logprobs
 
-MODULES = [
-    importlib.import_module(f"vapo_kernels.{name}")
-    for name in (
-        "_formed_gradient", "gae.kernel", "policy_loss.from_logits", "policy_loss.from_logprobs", "token_logprobs",
-        "value_loss", "whiten",
-    )
-]  # fmt: skip
+MODULES = (_formed_gradient, gae_kernel, from_logits, from_logprobs, token_logprobs_module, value_loss, whiten)
 
 
 class DeviceKept:
@@ -107,10 +112,9 @@ def test_registration_tells_a_compiler_that_inplace_mutates(device):
 @pytest.mark.parametrize("n", range(1, 9))
 def test_few_tokens_are_enough_for_a_block(device, monkeypatch, n):
     """With the blocks of production: no tile is too small for a length of 1."""
-    from vapo_kernels.ops.gae import kernel
 
     for name, value in (("SHORT_BLOCK", 256), ("LONG_BLOCK", 2048), ("ROW_WIDTH", 32)):
-        monkeypatch.setattr(kernel, name, value)
+        monkeypatch.setattr(gae_kernel, name, value)
     inputs = packed_inputs([n], device=device)
     twice = {**inputs, "cu_seqlens": inputs["cu_seqlens"].to(torch.int32)}
     for a, b in zip(packed_gae(**inputs), packed_gae(**twice), strict=True):

@@ -7,7 +7,8 @@ import torch
 from draws import DTYPES, cast, on, packed_inputs
 from oracle import assert_within_budget
 
-from vapo_kernels import gae, length_adaptive_lambda, packed_gae, padded_gae, reference
+from vapo_kernels import length_adaptive_lambda, packed_gae, padded_gae, reference
+from vapo_kernels.ops import gae
 
 # With blocks of 16 (one step) and 32 (many steps).
 PACKINGS = [
