@@ -99,9 +99,8 @@ def _rank(write: Connection, rank: int, num_ranks: int, port: int, address: tupl
     }
     torch.set_num_threads(1)
     try:
-        sharding.start_process_group(torch.device("cpu"))
-        value = getattr(_load(address[0]), address[1])(*args)
-        sharding.stop_process_group()
+        with sharding.distributed(torch.device("cpu"), alone=False):
+            value = getattr(_load(address[0]), address[1])(*args)
     except BaseException:
         _send(write, traceback.format_exc(), None)
         raise

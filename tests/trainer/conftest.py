@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from training_runs import make_lively
 
 from vapo.config import Config
 from vapo.learning.learner import make_learner
@@ -49,10 +50,18 @@ def critic(policy):
     return critic
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_settings():
     """Settings under which a whole run takes seconds."""
     return dict(SMALL)
+
+
+@pytest.fixture(scope="module")
+def lively_runs():
+    """The runs of a module are as `make_lively` makes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_lively(patch)
+        yield
 
 
 @pytest.fixture

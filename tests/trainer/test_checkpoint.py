@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import resource
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,12 +87,8 @@ def contents(models: dict, optimizers: dict) -> dict[str, Any]:
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for key, x in expected.items():
-        if isinstance(x, Tensor):
-            assert actual[key].dtype == x.dtype and torch.equal(actual[key], x), key
-        else:
-            assert actual[key] == x, key
+    """The same bits."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def names(run: Path) -> list[str]:
@@ -183,33 +178,29 @@ def test_an_incomplete_folder_is_never_used_and_goes_at_the_next_save(tmp_path: 
     assert names(tmp_path) == ["vapo-1", "vapo-4"]
 
 
-def stop_while_writing(run: str, call: int, connection: Connection) -> None:
-    """Save a checkpoint, train on, and stop at the ``call``-th flush to disk of the next one."""
+def die_while_writing(run: str, call: int, connection: Connection) -> None:
+    """Save a checkpoint, train on, and be killed at the ``call``-th flush to disk of the next one."""
     models, optimizers = learners(0, steps=1)
     save(Path(run), models, optimizers, name="vapo-1")
     step(models["policy"], optimizers["policy"])
     original, calls = os.fsync, []
 
-    def stop_at_call(descriptor: int) -> None:
+    def die_at_call(descriptor: int) -> None:
         calls.append(descriptor)
         if len(calls) == call:
-            connection.send("writing")
-            connection.recv()
+            os.kill(os.getpid(), signal.SIGKILL)
         original(descriptor)
 
-    os.fsync = stop_at_call
+    os.fsync = die_at_call
     save(Path(run), models, optimizers, name="vapo-2")
 
 
 # The first flush is that of the tensors, the third that of state.json, the fourth the last before the name is given.
 @pytest.mark.parametrize("call", [1, 3, 4])
 def test_killed_while_writing_the_previous_one_is_used(tmp_path: Path, call: int) -> None:
-    process, connection = start_alone(stop_while_writing, str(tmp_path), call)
-    assert connection.recv() == "writing"
-    process.kill()
+    process, _ = start_alone(die_while_writing, str(tmp_path), call)
     process.join()
     assert names(tmp_path) == ["vapo-1", "vapo-2.unfinished"]
-
     models, optimizers = learners(3)
     found = latest_checkpoint(tmp_path)
     load_checkpoint(found, models=models, optimizers=optimizers)
@@ -217,30 +208,6 @@ def test_killed_while_writing_the_previous_one_is_used(tmp_path: Path, call: int
     assert_equal(contents(models, optimizers), contents(*learners(0, steps=1)))
     save(tmp_path, models, optimizers, name="vapo-2")
     assert names(tmp_path) == ["vapo-1", "vapo-2"]
-
-
-@pytest.fixture
-def small_files():
-    """Files end at 4 KiB, as on a disk that fills up in the middle of one."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    models, optimizers = learners(0, steps=1)
-    save(tmp_path, models, optimizers, name="vapo-1")
-    before = contents(models, optimizers)
-    request.getfixturevalue("small_files")
-    with pytest.raises(OSError, match=r"vapo-2 could not be written: \S+"):
-        save(tmp_path, models, optimizers, name="vapo-2")
-    assert names(tmp_path) == ["vapo-1"]
-    restored = learners(4)
-    load_checkpoint(latest_checkpoint(tmp_path), models=restored[0], optimizers=restored[1])
-    assert_equal(contents(*restored), before)
 
 
 def fail_to_write(run: str, failing_rank: int, place: str) -> tuple[str, str]:
@@ -255,13 +222,9 @@ def fail_to_write(run: str, failing_rank: int, place: str) -> tuple[str, str]:
 
     if sharding.rank() == failing_rank:
         os.fsync = full
-    try:
+    with pytest.raises(OSError) as error:
         save(Path(run), models, optimizers, name="vapo-2")
-    except OSError as error:
-        return str(error), latest_checkpoint(Path(run)).name
-    finally:
-        os.fsync = original
-    return "", ""
+    return str(error.value), latest_checkpoint(Path(run)).name
 
 
 @pytest.mark.parametrize(("rank", "place"), [(1, "distcp"), (0, "metadata"), (0, "state.json")])
@@ -284,20 +247,18 @@ def test_ctrl_c_while_writing_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_generators_go_on_where_they_were() -> None:
-    generators = {"data": random.Random(3), "sampling": torch.Generator().manual_seed(4)}
-    generators["data"].gauss(0, 1)
-    torch.rand(3, generator=generators["sampling"])
-    states = json.loads(json.dumps(generator_states(generators)))
+    data, sampling = random.Random(3), torch.Generator().manual_seed(4)
 
-    def draw() -> tuple[list[float], list[float]]:
-        rng = generators["data"]
-        return [rng.gauss(0, 1), rng.random()], torch.rand(2, generator=generators["sampling"]).tolist()
+    def numbers() -> list[float]:
+        return [data.gauss(0, 1), data.random(), *torch.rand(3, generator=sampling).tolist()]
 
-    expected = draw()
-    restore_generators(generators, states)
-    assert draw() == expected
+    numbers()
+    states = json.loads(json.dumps(generator_states({"data": data, "sampling": sampling})))
+    expected = numbers()
+    restore_generators({"data": data, "sampling": sampling}, states)
+    assert numbers() == expected
     with pytest.raises(ValueError, match="states must hold 'data'"):
-        restore_generators(generators, {})
+        restore_generators({"data": data}, {})
 
 
 def test_rejects_bad_input(tmp_path: Path) -> None:

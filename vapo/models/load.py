@@ -1,4 +1,4 @@
-"""Policy and critic: a causal language model, and a backbone of its own under a scalar head."""
+"""Policy and critic: a causal language model, and a scalar head on a backbone of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from transformers import (
 from vapo.tasks import Task
 
 TINY = "tiny"
-ATTENTIONS = ("sdpa", "flash_attention_2", "eager")
 
 
 def load_policy(
@@ -34,13 +33,13 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the policy and its tokenizer, which has a pad token.
 
-    All dropout is 0: log-probs of the same weights must not differ from one pass to the next.
+    All dropout is 0: log-probs of the same weights must not differ from one forward pass to the next.
 
     Args:
-        model: "tiny" for :func:`tiny_policy` in the task's own language, else a hub id or a folder.
+        model: "tiny" for :func:`tiny_policy` with the task's own tokenizer, else a hub id or a folder.
         task: Only its ``tokenizer`` is used, and only for "tiny".
         seed: Seed of the random weights of "tiny".
-        attention: "sdpa", "flash_attention_2" or "eager".
+        attention: As transformers names it: "sdpa", "flash_attention_2" or "eager".
         gradient_checkpointing: Recompute the layers in the backward pass; the model is then in training mode.
 
     Returns:
@@ -48,9 +47,8 @@ def load_policy(
 
     Raises:
         ValueError: If there is no such model, it lacks weights, its vocabulary is smaller than the tokenizer's, or it
-            does not know the attention or gradient checkpointing.
+            does not support the attention or gradient checkpointing.
     """
-    _check_attention(attention)
     if model == TINY:
         tokenizer = getattr(task, "tokenizer", None)
         if tokenizer is None:
@@ -68,10 +66,10 @@ def load_policy(
 
 
 def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Build a Qwen3 of 0.2 million parameters with random weights; the same for the same seed.
+    """Build a Qwen3 of 0.2 million parameters with random weights; the same seed gives the same weights.
 
-    Weights are drawn with standard deviation 0.08, not transformers' 0.02: at this width the smaller one learns to copy
-    but no arithmetic in the steps of a warm start.
+    Weights are initialised with standard deviation 0.08, not transformers' 0.02: at this width the smaller one learns
+    to copy but no arithmetic in the steps of a warm start.
     """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -94,7 +92,7 @@ def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give a tokenizer without a pad token its end-of-sequence token for one.
+    """Let a tokenizer without a pad token pad with its end-of-sequence token.
 
     Raises:
         ValueError: If it has neither.
@@ -107,20 +105,20 @@ def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 
 def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
-    """Build a critic: a copy of the policy's backbone under a scalar head of zeros, so that V = 0 everywhere.
+    """Build a critic: a scalar head of zeros on a copy of the policy's backbone, so that V = 0 everywhere.
 
     Args:
         policy: Any causal language model whose family has a token-classification head in transformers.
 
     Returns:
-        A model with a ``base_model`` of its own and the head that :func:`value_head` finds; attention, dtype, device
+        A model with a ``base_model`` of its own and the head that :func:`value_head` finds. Attention, dtype, device
         and gradient checkpointing are the policy's.
 
     Raises:
         ValueError: If the family has no such head.
     """
     config = _critic_config(policy.config)
-    # The random weights of the new model are all replaced; drawing them must not disturb anybody's random numbers.
+    # All random weights of the new model are replaced; making them must not advance the global generator.
     with torch.random.fork_rng(devices=[]):
         critic = AutoModelForTokenClassification.from_config(
             config, dtype=policy.dtype, attn_implementation=policy.config._attn_implementation
@@ -129,7 +127,7 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
     head = value_head(critic)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    # transformers 5.24 renamed the property that says so.
+    # The model's own property for this was renamed in transformers 5.24.
     is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
     return _checkpointed(critic, is_checkpointed).to(policy.device)
 
@@ -138,17 +136,16 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
     """Load a critic with float32 parameters on the CPU, all dropout 0.
 
     Args:
-        source: A value model (token classification, 1 label) or a reward model (sequence classification, 1 label; its
-            head has no bias, so the bias is 0), as a folder or hub id; or the folder of an earlier run, of which
-            ``critic/`` is taken, or else ``pretrained_critic/``.
-        attention: "sdpa", "flash_attention_2" or "eager".
+        source: Folder or hub id of a value model (token classification, 1 label) or of a reward model (sequence
+            classification, 1 label; its head has no bias, so the bias is 0); or the folder of an earlier run, from
+            which ``critic/`` is loaded, or else ``pretrained_critic/``.
+        attention: As for :func:`load_policy`.
         gradient_checkpointing: Recompute the layers in the backward pass; the model is then in training mode.
 
     Raises:
-        ValueError: If there is no such critic, it has another number of labels, or lacks weights of its backbone or
-            head, which would silently be random.
+        ValueError: If there is no such critic, it has another number of labels, or it lacks weights of its backbone or
+            head, which would be random.
     """
-    _check_attention(attention)
     source = _critic_folder(source)
     config = _read(AutoConfig.from_pretrained, source)
     kind = (config.architectures or ["no model class"])[0]
@@ -167,19 +164,19 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
 
 
 def value_head(critic: PreTrainedModel) -> nn.Linear:
-    """The scalar head of a critic, which some families call ``score`` and some ``classifier``."""
+    """The scalar head of a critic, named ``score`` in some families and ``classifier`` in others."""
     return getattr(critic, _head_name(critic))
 
 
 def stop_token_ids(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Tokens that end a response: the end of sequence by model and tokenizer, and ``extra`` ones.
+    """Tokens that end a response: the end-of-sequence tokens of model and tokenizer, and ``extra`` ones.
 
     Args:
         policy: Its generation config may name several.
-        tokenizer: Names one, or none.
-        extra: Further strings, each of which must be a token.
+        tokenizer: Names one or none.
+        extra: Further strings, each of which must be one token.
 
     Raises:
         ValueError: If a string is not exactly one token, or nothing would ever end a response.
@@ -195,9 +192,9 @@ def stop_token_ids(
 def plain_head(policy: PreTrainedModel) -> nn.Linear | None:
     """The output head, if the model's logits are ``hidden @ weight.T + bias`` and nothing more.
 
-    A head may be tied to the embeddings. One with an adapter, or a model that caps or scales its logits or the hidden
-    states before the head, is not plain. The first call tries the model on a probe, so it must come before the model
-    is sharded; later ones remember.
+    A plain head may be tied to the embeddings. A head with an adapter is not plain, nor is that of a model that caps or
+    scales its logits or the hidden states before the head. The first call runs the model once to find out, so it must
+    come before the model is sharded; later calls return the same answer.
     """
     head = policy.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -209,7 +206,7 @@ def plain_head(policy: PreTrainedModel) -> nn.Linear | None:
 
 @torch.no_grad()
 def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
-    """Put numbers in the head's place and see whether they come out, and whether it was given the backbone's states."""
+    """Replace the head's output by known numbers: are they the logits, and were the backbone's states its input?"""
     seen: dict[str, torch.Tensor] = {}
 
     def put_numbers(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -223,7 +220,7 @@ def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
 
     attention = policy.config._attn_implementation
     if attention == "flash_attention_2":
-        # It takes neither float32 nor the CPU; the head is the same for any attention.
+        # It runs neither in float32 nor on the CPU; the head is the same for any attention.
         policy.set_attn_implementation("sdpa")
     hooks = [head.register_forward_hook(put_numbers), policy.base_model.register_forward_hook(keep_states)]
     try:
@@ -239,7 +236,7 @@ def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
 
 
 def _critic_folder(source: str | Path) -> str | Path:
-    """The folder in ``source`` that holds a critic; ``source`` itself if it is none of an earlier run."""
+    """The critic's folder in the folder of an earlier run; ``source`` itself if it is no run's folder."""
     for name in ("critic", "pretrained_critic"):
         if (Path(source) / name / "config.json").is_file():
             return Path(source) / name
@@ -275,7 +272,7 @@ def _load(
     key_mapping: dict[str, str] | None = None,
     may_lack: set[str] = frozenset(),
 ) -> PreTrainedModel:
-    """Load a model in float32 without dropout; weights that it lacks, except ``may_lack``, are an error."""
+    """Load a model in float32 without dropout; missing weights, except ``may_lack``, are an error."""
     model, loading = _read(
         loader.from_pretrained,
         source,
@@ -292,11 +289,11 @@ def _load(
 
 
 def _read(from_pretrained: Callable[..., Any], source: str | Path, **arguments: Any) -> Any:
-    """Call a ``from_pretrained``; what is wrong with its source comes in one sentence."""
+    """Call a ``from_pretrained``; its errors become one sentence."""
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ValueError(f"a model's folder must hold a config.json; got {source}")
     try:
-        # Weights that a checkpoint lacks are drawn at random; that must not disturb anybody's random numbers.
+        # Missing weights are initialised at random; that must not advance the global generator.
         with torch.random.fork_rng(devices=[]):
             return from_pretrained(source, **arguments)
     except (OSError, ValueError, ImportError) as error:
@@ -314,7 +311,7 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _checkpointed(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
-    """Switch gradient checkpointing on if it is wanted; it works in training mode alone."""
+    """Switch gradient checkpointing on or off; it works only in training mode."""
     if gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ValueError(
@@ -328,13 +325,8 @@ def _only_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
     except Exception:
-        # What the tokenizers library raises, bare, for a word outside a vocabulary without an unknown token.
+        # The tokenizers library raises a bare Exception for an unknown word if there is no unknown token.
         ids = []
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(f"a stop string must be one token of the tokenizer; got {text!r}, tokens {ids}")
     return ids[0]
-
-
-def _check_attention(attention: str) -> None:
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; got {attention!r}")

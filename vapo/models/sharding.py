@@ -1,6 +1,6 @@
 """Many ranks: the process group, models sharded with FSDP2, and sums, maxima and rows over all ranks.
 
-Without a process group there is one rank and every function here is the plain thing.
+Without a process group there is one rank, and no function here communicates or shards.
 """
 
 from __future__ import annotations
@@ -20,52 +20,33 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-# Ranks wait for the slowest one's responses and verifiers, far longer than for a hung peer.
+# Ranks wait for the responses and verifiers of the slowest one, much longer than torch's default.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
 
 
-def start_process_group(device: torch.device) -> None:
-    """Join the process group that torchrun describes in the environment; nothing to do without torchrun.
+@contextmanager
+def distributed(device: torch.device, alone: bool) -> Iterator[torch.device]:
+    """Join the process group that torchrun describes in the environment, and leave it at the end of the block.
+
+    Within another such block nothing is joined or left.
 
     Args:
         device: "cuda" takes the GPU numbered LOCAL_RANK and NCCL, with gloo for tensors on the CPU; "cpu" takes gloo.
-    """
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        alone: Whether to form a group of one process without torchrun: mixed precision needs sharding.
 
-
-@contextmanager
-def distributed(device: torch.device, alone: bool) -> Iterator[torch.device]:
-    """Be in torchrun's process group for the length of the block and give this rank's device.
-
-    Within another such block it stays in that one's group.
-
-    Args:
-        device: "cuda" or "cpu".
-        alone: Whether to form a group of one without torchrun: mixed precision goes through sharding.
+    Yields:
+        This rank's device.
     """
     is_inner = dist.is_initialized()
     if not is_inner:
-        start_process_group(device)
-    if alone and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        _join(device, alone)
     try:
         yield torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     finally:
-        if not is_inner:
-            stop_process_group()
-
-
-def stop_process_group() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        if not is_inner and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -79,18 +60,18 @@ def world_size() -> int:
 
 
 def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, exact: nn.Module | None = None) -> None:
-    """Spread the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
+    """Shard the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
 
-    Parameters, gradients and what an optimiser makes of them are float32 shards (DTensors). Gradients are summed, not
-    averaged, over ranks, in float32: a loss divided by the counts of all ranks together has the gradient of the
-    undivided step. Without a process group nothing is done.
+    Parameters, gradients and optimiser states are float32 shards (DTensors). Gradients are summed, not averaged, over
+    ranks, in float32: a loss divided by the counts of all ranks together has the gradient of the whole step. Without a
+    process group the model only moves to the device.
 
     Args:
         model: A transformers model whose forward runs its layers one after the other; its parameters float32, equal on
             all ranks. Build its optimiser afterwards.
-        compute_dtype: What layers compute in; the parameters are cast to it as they are gathered.
+        compute_dtype: Dtype in which the layers compute; parameters are cast to it when they are gathered.
         device: Where the shards go; a model that is still on the CPU goes there a layer at a time.
-        exact: A module whose parameters stay float32 as they are gathered, such as a scalar head.
+        exact: A module whose parameters stay float32 when they are gathered, such as a scalar head.
 
     Raises:
         ValueError: If a parameter that trains is not float32, or torch is too old.
@@ -124,7 +105,7 @@ def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, ex
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that are sharded one by one: those that the model says are not to be split, else its first list."""
+    """The layers that are sharded one by one: those that the model's class says not to split, else its first list."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     named = [layer for layers in lists for layer in layers if type(layer).__name__ in names]
@@ -132,26 +113,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def inside(model: nn.Module, body: Callable[..., T], *args: Any) -> T:
-    """Call ``body(model, *args)`` within the forward of a model, sharded or not.
+    """Call ``body(model, *args)`` within the forward pass of a model, sharded or not.
 
-    There ``model.base_model``, the output head and the score head work, and so do the weights of embeddings and heads,
-    whole, as plain tensors. Call backward on what comes out. Every rank must make as many calls in the same order, with
-    a backward or without; a rank that has no rows left runs the body on any row with a mask that is False everywhere.
+    Within it ``body`` may call ``model.base_model``, the output head and the score head, and use the weights of
+    embeddings and heads as whole, plain tensors. Call backward on the result. Every rank must make the same number of
+    calls in the same order, each with a backward or without. A rank that has no rows left runs the body on any row with
+    a mask that is False everywhere.
 
     Args:
         model: The model.
         body: Takes the model and ``args``; returns tensors, or tuples, dicts or dataclasses of them.
-        *args: Handed over as they are; nothing is cast.
+        *args: Passed on as they are; nothing is cast.
 
     Returns:
         What ``body`` returns.
     """
     if not isinstance(model, FSDPModule):
         return body(model, *args)
-    # FSDP casts the tensors among a forward's arguments to the compute dtype; a closure hides them.
+    # FSDP casts tensors among the arguments of a forward pass to the compute dtype; a closure hides them.
     out = model.run_inside(partial(body, model, *args))
     if not torch.is_grad_enabled() and not model.is_gathered:
-        # No backward will do it, and a later forward would take the stale copy for the stepped parameters.
+        # No backward will do it, and a later forward pass would use the stale copy after an optimiser step.
         model.reshard()
     return out
 
@@ -160,15 +142,15 @@ def inside(model: nn.Module, body: Callable[..., T], *args: Any) -> T:
 def gathered(model: nn.Module) -> Iterator[None]:
     """Keep all parameters whole on every rank, in the compute dtype, for sampling.
 
-    Entering is collective; within, forwards without a gradient do no communication, so ranks may make different numbers
-    of them, through `inside` or without. On leaving the copies are freed.
+    Entering is collective. Within the block, forward passes without gradients do not communicate, so ranks may make
+    different numbers of them, through `inside` or without. The copies are freed at the end of the block.
     """
     if not isinstance(model, FSDPModule) or model.is_gathered:
         yield
         return
     _keep_gathered(model, True)
     try:
-        # FSDP takes the first module that runs for the root; under base_model alone that would be a layer.
+        # FSDP takes the first module that runs as the root; if only base_model ran, that would be a layer.
         with torch.no_grad():
             inside(model, lambda model: None)
         for module in _sharded_modules(model):
@@ -181,7 +163,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient so that its norm is at most ``max_norm``; return the norm before, over all ranks."""
+    """Scale the gradient so that its norm over all ranks is at most ``max_norm``; return the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
@@ -192,7 +174,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Sum of the ranks' tensors, of the same shape and dtype, on every rank.
+    """Sum of the ranks' tensors, which have the same shape and dtype; on every rank.
 
     Example:
         >>> sum_over_ranks(torch.tensor([1.5, 2.0]))
@@ -205,7 +187,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def max_over_ranks(number: int) -> int:
-    """Largest of the ranks' numbers, on every rank."""
+    """Maximum of the ranks' numbers, on every rank."""
     largest = torch.tensor(number)
     if dist.is_initialized():
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -213,7 +195,7 @@ def max_over_ranks(number: int) -> int:
 
 
 def gather_over_ranks(tensor: Tensor) -> Tensor:
-    """The ranks' tensors one after the other along their first dimension, on every rank.
+    """The ranks' tensors, concatenated along their first dimension, on every rank.
 
     Args:
         tensor: [n, ...]. n may differ between ranks and be 0; the other dimensions and the dtype are the same.
@@ -238,7 +220,7 @@ def gather_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def mean_over_ranks(tensor: Tensor) -> float:
-    """Mean of all elements of the ranks' tensors, 0 where there are none."""
+    """Mean of all elements of the ranks' tensors; 0 if there are none."""
     total, count = sum_over_ranks(
         torch.stack((tensor.double().sum(), tensor.new_tensor(tensor.numel(), dtype=torch.float64)))
     ).tolist()
@@ -246,7 +228,7 @@ def mean_over_ranks(tensor: Tensor) -> float:
 
 
 def gather_objects(item: T) -> list[T]:
-    """The ranks' objects, which pickle, in the order of the ranks, on every rank."""
+    """The ranks' objects, which must pickle, in the order of the ranks, on every rank."""
     if not dist.is_initialized():
         return [item]
     items: list[T] = [item] * world_size()
@@ -255,7 +237,7 @@ def gather_objects(item: T) -> list[T]:
 
 
 def share_of(items: Sequence[T]) -> list[T]:
-    """This rank's share of what all ranks hold: shares differ by one item at most.
+    """This rank's share of items that all ranks hold; the shares' sizes differ by at most one.
 
     Example:
         >>> share_of("abc")
@@ -265,7 +247,7 @@ def share_of(items: Sequence[T]) -> list[T]:
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """Do something on rank 0 while the others wait; all get its result, or its exception.
+    """Call a function on rank 0 while the others wait; every rank gets its result or its exception.
 
     Args:
         action: Called on rank 0 alone. Its result or exception must pickle.
@@ -282,6 +264,16 @@ def on_first_rank(action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def _join(device: torch.device, alone: bool) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    elif alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _run(model: nn.Module, call: Callable[[], T]) -> T:
