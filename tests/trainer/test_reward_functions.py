@@ -1,19 +1,25 @@
-"""Rewards in a process of their own: three forms of functions, and verifiers that raise, hang or die."""
+"""A user's reward functions: their three forms, and verifiers that raise, hang, die or leave things behind."""
 
+import contextlib
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from vapo.tasks import Problem, load_task
+from vapo.tasks import Problem, load_task, worker
 from vapo.tasks.reward_functions import load_reward_function, to_verdict
-from vapo.tasks.worker import VerifierProcess
+from vapo.tasks.worker import VerifierPool
 
 FUNCTIONS = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, subprocess, sys, threading, time
 import beside
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -30,31 +36,58 @@ def reward(completion, answer, level, **row):
 def only_completions(completions):
     return [1.0] * len(completions)
 
-def fragile(completion, answer):
-    print("said", flush=True)
-    if completion == "raise":
-        raise KeyError("no such thing")
-    if completion == "exit":
-        sys.exit(3)
-    if completion == "die":
-        os._exit(3)
-    if completion == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "crash":
-        ctypes.string_at(0)
-    if completion == "hang":
-        time.sleep(1000)
-    if completion == "hang in C":
-        ctypes.PyDLL(None).sleep(1000)  # With the interpreter's lock: no other Python thread runs.
-    if completion == "nan":
-        return float("nan")
-    if completion == "none":
-        return None
-    return 1.0 if completion == answer else 0.25
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
 
-def fragile_batch(completions, answer, **columns):
+def hang():
+    time.sleep(1000)
+
+def fork(then):
+    child = os.fork()
+    if child == 0:
+        then()
+    return child
+
+def meet(number):
+    folder = os.environ["MEETING"]
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while len(os.listdir(folder)) < number:
+        time.sleep(0.01)
+    return 0.5
+
+DEEDS = {
+    "raise": lambda: {}["no such thing"],
+    "raise an odd error": lambda: (_ for _ in ()).throw(Odd(1, 2)),
+    "exit": lambda: sys.exit(3),
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
+    "die": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: ctypes.string_at(0),
+    "close": lambda: os.closerange(3, 100),
+    "hang": hang,
+    "hang in C": lambda: ctypes.PyDLL(None).sleep(1000),  # With the interpreter's lock: no other thread runs.
+    "hang in children": lambda: (fork(hang), subprocess.run(["sh", "-c", f"touch $MEETING/{os.getpid()}; sleep 1000"])),
+    "alarm": lambda: (signal.signal(signal.SIGALRM, lambda *_: 1 / 0), signal.alarm(1), hang()),
+    "nan": lambda: float("nan"),
+    "none": lambda: None,
+    "lock": threading.Lock,
+    "forget an alarm": lambda: (signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.setitimer(0, 0.2), 0.5)[-1],
+    "forget a child": lambda: (fork(lambda: None), 0.5)[-1],
+    "wait": lambda: time.sleep(0.4) or 0.5,
+    "print": lambda: print("said", flush=True) or 0.5,
+    "read": lambda: len(sys.stdin.read()) + 0.5,
+    "torch": lambda: ("torch" in sys.modules) + 0.5,
+    "meet": lambda: meet(4),
+    "pid": os.getpid,
+}
+
+def hostile(completion, answer):
+    return DEEDS[completion]() if completion in DEEDS else 1.0 if completion == answer else 0.25
+
+def hostile_batch(completions, answer, **columns):
     assert len(answer) == len(completions)
-    return [fragile(*pair) for pair in zip(completions, answer)]
+    return [hostile(*pair) for pair in zip(completions, answer)]
 
 def too_few(completions, **columns):
     return [1.0]
@@ -78,16 +111,42 @@ def functions(tmp_path_factory):
     (folder / "beside.py").write_text("TEN = 10\n")
     (folder / "mine.py").write_text(FUNCTIONS)
     (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "dies.py").write_text("import os; os._exit(3)\n")
     return folder / "mine.py"
 
 
-@pytest.fixture(scope="module")
-def fragile(functions):
-    return load_task("running-total", reward=f"{functions}:fragile", reward_timeout=2.0)
+@pytest.fixture
+def meeting(tmp_path, monkeypatch):
+    """A folder in which verifiers leave the ids of their processes."""
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    return tmp_path
 
 
-def start(functions, name, columns=("level",)):
-    return VerifierProcess(partial(load_reward_function, f"{functions}:{name}", columns), timeout=20.0)
+def start(functions, name, columns=("level",), timeout=20.0):
+    return VerifierPool(partial(load_reward_function, f"{functions}:{name}", columns), timeout=timeout)
+
+
+def ask(pool, *responses):
+    return [verdict.score for verdict in pool.score([Problem("", "4")] * len(responses), responses)]
+
+
+def runs(group):
+    """Whether a process of the group runs."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, number = path.read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z":
+                return True
+    return False
+
+
+def wait_until(condition):
+    while not condition():  # A test that hangs says that it never comes true.
+        time.sleep(0.01)
+
+
+def wait_until_all_ended(meeting):
+    wait_until(lambda: not any(runs(int(path.name)) for path in meeting.iterdir()))
 
 
 def test_verls_form(functions):
@@ -97,11 +156,11 @@ def test_verls_form(functions):
 
 
 def test_trls_form_gets_all_at_once_and_messages_where_prompts_are(functions):
-    verifier = start(functions, "lengths")
+    pool = start(functions, "lengths")
     texts = [Problem("p", "", row={"prompt": "p", "level": level}) for level in (0, 1)]
     chats = [Problem([{"role": "user", "content": "p"}], "", row={"level": level}) for level in (0, 1)]
     for problems in (texts, chats):
-        assert verifier.score(problems, ["abc", "ab"]) == [(0.3, False, None), (1.2, True, None)]
+        assert pool.score(problems, ["abc", "ab"]) == [(0.3, False, None), (1.2, True, None)]
     assert start(functions, "only_completions").score(texts, ["", ""]) == [(1.0, True, None)] * 2
 
 
@@ -111,119 +170,137 @@ def test_form_by_completion_and_answer(functions):
     assert verdicts == [(-1.0, True, None), (-1.0, False, None)]
 
 
-@pytest.mark.parametrize(
-    ("completion", "says"),
-    [
-        ("raise", "KeyError: 'no such thing'"),
-        ("exit", "SystemExit: 3"),
-        ("die", "the verifier's process died: exit code 3"),
-        ("kill", "the verifier's process died: SIGKILL"),
-        ("crash", "the verifier's process died: SIGSEGV"),
-        ("hang", "the verifier timed out after 2 s"),
-        ("hang in C", "the verifier timed out after 2 s"),
-        ("nan", "a reward function must return a finite score; got nan"),
-        ("none", "a reward function must return a number or a dict with a number as score; got None"),
-    ],
-)
-def test_a_failing_verifier_costs_its_row_only(fragile, completion, says):
-    before, failed, after = fragile.score([Problem("", "4")] * 3, ["4", completion, "5"])
-    assert (before, after) == ((1.0, True, None), (0.25, False, None))
-    assert (failed.score, failed.is_correct) == (0.0, False)
-    assert says in failed.error
+FAILURES = {
+    "raise": "KeyError: 'no such thing'",
+    "raise an odd error": "Odd: 1",
+    "exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt",
+    "die": "the verifier's process died: exit code 3",
+    "kill": "the verifier's process died: SIGKILL",
+    "crash": "the verifier's process died: SIGSEGV",
+    "close": "the verifier's process died: exit code 1",
+    "hang": "the verifier timed out after 2 s",
+    "hang in C": "the verifier timed out after 2 s",
+    "hang in children": "the verifier timed out after 2 s",
+    "alarm": "ZeroDivisionError",
+    "nan": "a reward function must return a finite score; got nan",
+    "none": "a reward function must return a number or a dict with a number as score; got None",
+    "lock": "must be a string or a real number, not '_thread.lock'",
+}
+
+
+def test_a_failing_verifier_costs_its_row_only(functions, meeting):
+    responses = [text for deed in FAILURES for text in ("4", deed, "5")]
+    verdicts = start(functions, "hostile", timeout=2.0).score([Problem("", "4")] * len(responses), responses)
+    assert set(verdicts[::3]) == {(1.0, True, None)} and set(verdicts[2::3]) == {(0.25, False, None)}
+    for says, failed in zip(FAILURES.values(), verdicts[1::3], strict=True):
+        assert says in failed.error and failed[:2] == (0.0, False)
+    wait_until_all_ended(meeting)
+
+
+def test_what_a_verifier_leaves_behind_costs_no_other_row(functions, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")  # One worker for all of them.
+    responses = ("forget an alarm", "wait", "forget a child", "4", "print", "read", "torch", "5")
+    assert ask(start(functions, "hostile"), *responses) == [0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5, 0.25]
 
 
 def test_a_failing_batch_is_taken_row_by_row(functions):
-    task = load_task("running-total", reward=f"{functions}:fragile_batch", reward_timeout=2.0)
-    verdicts = task.score([Problem("", "4")] * 4, ["4", "raise", "hang", "5"])
+    pool = start(functions, "hostile_batch", timeout=2.0)
+    verdicts = pool.score([Problem("", "4")] * 4, ["4", "raise", "hang", "5"])
     assert [verdict[:2] for verdict in verdicts] == [(1.0, True), (0.0, False), (0.0, False), (0.25, False)]
     assert [bool(verdict.error) for verdict in verdicts] == [False, True, True, False]
-    too_few = start(functions, "too_few")
-    assert too_few.score([Problem("", "")] * 2, ["", ""]) == [(1.0, True, None)] * 2
+    assert len(set(ask(start(functions, "hostile_batch"), "pid", "raise", "pid"))) == 2  # It has one worker.
+    assert ask(start(functions, "too_few"), "", "") == [1.0, 1.0]
 
 
-def test_an_embedded_task_keeps_its_problems(fragile, task):
-    assert fragile.name == task.name
-    assert fragile.tokenizer.get_vocab() == task.tokenizer.get_vocab()
-    assert fragile.final_answer("# 3") == "3"
+def test_what_cannot_be_sent_to_a_verifier_costs_its_row_only(functions):
+    problems = [Problem("", "4"), Problem("", "4", row={"lock": threading.Lock()}), Problem("", "4")]
+    before, failed, after = start(functions, "hostile").score(problems, ["4", "4", "5"])
+    assert (before.score, failed.score, after.score) == (1.0, 0.0, 0.25)
+    assert "cannot pickle '_thread.lock' object" in failed.error
 
 
-def test_the_process_ends_with_its_owner_and_with_what_it_started(functions):
-    verifier = start(functions, "reward")
-    process = verifier._process
-    del verifier
-    assert process.poll() is not None
+def test_responses_are_scored_at_once_and_in_order(functions, meeting, monkeypatch):
+    monkeypatch.setattr(worker, "num_workers", lambda: 4)
+    pool = start(functions, "hostile")
+    assert ask(pool, "4", "meet", "meet", "5", "meet", "4", "meet") == [1.0, 0.5, 0.5, 0.25, 0.5, 1.0, 0.5]
 
 
-def test_the_process_is_started_again_after_it_was_closed(functions):
-    verifier = start(functions, "only_completions")
-    verifier.close()
-    assert verifier.score([Problem("", "")], [""]) == [(1.0, True, None)]
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    cores = worker.num_workers()
+    assert cores == len(os.sched_getaffinity(0))
+    for ranks in (1, 2, 3, 1000):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert worker.num_workers() == max(1, cores // ranks)
 
 
-def test_an_interrupted_call_leaves_no_answer_for_the_next(functions, monkeypatch):
-    verifier = start(functions, "fragile")
-    with monkeypatch.context() as patch:
-        patch.setattr(verifier, "_connection", Interrupted(verifier._connection))
-        with pytest.raises(KeyboardInterrupt):
-            verifier.score([Problem("", "4")], ["4"])
-    assert verifier.score([Problem("", "4")], ["5"]) == [(0.25, False, None)]
+def test_workers_end_with_their_pool_and_start_again_after_it_was_closed(functions):
+    pool = start(functions, "hostile")
+    (first,) = ask(pool, "pid")
+    pool.close()
+    assert not runs(first)
+    (second,) = ask(pool, "pid")
+    assert runs(second)
+    del pool
+    assert not runs(second)
 
 
-class Interrupted:
-    """A connection whose owner is interrupted while it waits."""
+@pytest.mark.parametrize("name", ["hostile", "hostile_batch"])
+def test_an_interrupted_call_leaves_no_answer_for_the_next(functions, meeting, name):
+    pool = start(functions, name)
 
-    def __init__(self, connection):
-        self.send, self.close = connection.send, connection.close
+    def interrupt():
+        wait_until(lambda: list(meeting.iterdir()))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    def poll(self, timeout):
-        raise KeyboardInterrupt
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ask(pool, "4", *["hang in children"] * 3)
+    thread.join()
+    wait_until_all_ended(meeting)
+    assert ask(pool, "5", "4", "4") == [0.25, 1.0, 1.0]
 
 
 SCRIPT = """
 import sys
-from vapo.tasks import Problem, load_task
-print("once")
-task = load_task("running-total", reward=sys.argv[1])
-print(task.score([Problem("", "4")], ["4"])[0].score, task._verifier._process.pid)
+from vapo.tasks import Problem, load_task, worker
+print("once", flush=True)
+task = load_task("running-total", reward=sys.argv[1], reward_timeout=100.0)
+print([verdict.score for verdict in task.score([Problem("", "4")] * 3, sys.argv[2:])])
 """
 
 
-def test_works_in_a_script_without_a_main_guard_and_ends_with_it(functions, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script, f"{functions}:fragile"], capture_output=True, text=True, timeout=120, check=True
+@pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGKILL])
+def test_works_in_a_script_without_a_main_guard_and_ends_with_it(functions, meeting, end):
+    responses = ["hang in children"] * 3 if end else ["4", "print", "pid"]
+    (meeting / "script.py").write_text(SCRIPT)
+    folder = meeting / "pids"
+    folder.mkdir()
+    script = subprocess.Popen(
+        [sys.executable, meeting / "script.py", f"{functions}:hostile", *responses],
+        env={**os.environ, "MEETING": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    once, result = done.stdout.splitlines()
-    score, pid = result.split()
-    assert (once, score) == ("once", "1.0")
-    assert "said" in done.stderr
-    assert not os.path.exists(f"/proc/{pid}") or sys.platform != "linux"
-
-
-def test_a_killed_parent_leaves_no_process(functions, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + "sys.stdout.flush(); import time; time.sleep(1000)")
-    parent = subprocess.Popen([sys.executable, script, f"{functions}:fragile"], stdout=subprocess.PIPE, text=True)
-    parent.stdout.readline()
-    pid = int(parent.stdout.readline().split()[1])
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    while is_running(pid):  # It ends when it sees its connection closed; a hanging test says that it does not.
-        time.sleep(0.01)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    if end:
+        wait_until(lambda: list(folder.iterdir()))
+        script.send_signal(end)
+    said, errors = script.communicate()
+    once, *scores = said.splitlines()
+    assert (once, script.returncode) == ("once", -end if end else 0)
+    assert errors.count("Traceback") == (end == signal.SIGINT)
+    if not end:
+        *first, pid = json.loads(scores[0])
+        assert (first, errors) == ([1.0, 0.5], "said\n")
+        assert not runs(int(pid))
+    wait_until_all_ended(folder)
 
 
 @pytest.mark.parametrize(
-    ("result", "verdict"),
+    ("result", "expected"),
     [
         (1, (1.0, True)),
         (0.99, (0.99, False)),
@@ -232,38 +309,44 @@ def is_running(pid):
         ({"score": 1.0, "acc": False}, (1.0, False)),
         ({"score": 1.0, "acc": 0.5}, (1.0, False)),
         ({"score": 2.0, "pred": "4"}, (2.0, True)),
+        *((result, None) for result in ("1.0", None, [1.0], {"reward": 1.0}, {"score": None})),
     ],
 )
-def test_what_a_function_may_return(result, verdict):
-    assert to_verdict(result) == (*verdict, None)
-
-
-@pytest.mark.parametrize("result", ["1.0", None, [1.0], {"reward": 1.0}, {"score": None}])
-def test_what_it_must_not_return(result):
-    with pytest.raises(TypeError):
-        to_verdict(result)
+def test_what_a_function_may_return_and_what_not(result, expected):
+    if expected is None:
+        with pytest.raises(TypeError):
+            to_verdict(result)
+    else:
+        assert to_verdict(result) == (*expected, None)
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    ("reward", "timeout", "message"),
     [
-        ("nowhere.py:f", "with an existing file; got 'nowhere.py:f'"),
-        ("{folder}:f", "with an existing file"),
-        ("{folder}/mine.py:missing", "must name a plain function; .*mine.py has None under that name"),
-        ("{folder}/mine.py:NUMBER", "has 3 under that name"),
-        ("{folder}/mine.py:later", "must name a plain function"),
-        ("{folder}/mine.py:unknown", r"must be compute_score\(data_source.*got unknown\(text\)"),
-        ("{folder}/mine.py:needs_column", "must be among answer, completions, prompts; got difficulty"),
-        ("{folder}/broken.py:f", "No module named 'no_such_module'"),
-        ("best", "reward of running-total must be math or \"file.py:function\"; got 'best'"),
+        ("nowhere.py:f", 2.0, "with an existing file; got 'nowhere.py:f'"),
+        ("{folder}:f", 2.0, "with an existing file"),
+        ("{folder}/mine.py:missing", 2.0, "must name a plain function; .*mine.py has None under that name"),
+        ("{folder}/mine.py:NUMBER", 2.0, "has 3 under that name"),
+        ("{folder}/mine.py:later", 2.0, "must name a plain function"),
+        ("{folder}/mine.py:unknown", 2.0, r"must be compute_score\(data_source.*got unknown\(text\)"),
+        ("{folder}/mine.py:needs_column", 2.0, "must be among answer, completions, prompts; got difficulty"),
+        ("{folder}/broken.py:f", 2.0, "No module named 'no_such_module'"),
+        ("{folder}/dies.py:f", 2.0, "the verifier's process died as it started: exit code 3"),
+        ("best", 2.0, "reward of running-total must be math or \"file.py:function\"; got 'best'"),
+        *(
+            ("{folder}/mine.py:hostile", timeout, "reward_timeout must be a finite number of seconds > 0; got")
+            for timeout in (0.0, -1.0, float("inf"), float("nan"))
+        ),
     ],
 )
-def test_bad_functions_are_refused_before_training(functions, reward, message):
+def test_bad_functions_and_timeouts_are_refused_before_training(functions, reward, timeout, message):
     with pytest.raises(ValueError, match=message):
-        load_task("running-total", reward=reward.format(folder=functions.parent))
+        load_task("running-total", reward=reward.format(folder=functions.parent), reward_timeout=timeout)
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
-def test_rejects_bad_timeouts(functions, timeout):
-    with pytest.raises(ValueError, match="reward_timeout must be a finite number of seconds > 0; got"):
-        load_task("running-total", reward=f"{functions}:fragile", reward_timeout=timeout)
+def test_an_embedded_task_keeps_its_problems(functions, task):
+    rewarded = load_task("running-total", reward=f"{functions}:hostile")
+    assert rewarded.name == task.name
+    assert rewarded.tokenizer.get_vocab() == task.tokenizer.get_vocab()
+    assert rewarded.problems(2, random.Random(0)) == task.problems(2, random.Random(0))
+    assert (rewarded.final_answer("# 3"), rewarded.score([Problem("", "4")], ["5"])) == ("3", [(0.25, False, None)])

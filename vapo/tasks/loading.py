@@ -13,7 +13,7 @@ from vapo.tasks.reasoning_gym import ReasoningGym, gym_verifier
 from vapo.tasks.reward_functions import load_reward_function
 from vapo.tasks.rows import SUFFIXES, Rows, read_problems
 from vapo.tasks.running_total import RunningTotal
-from vapo.tasks.worker import Verifier, VerifierProcess
+from vapo.tasks.worker import Verifier, VerifierPool
 
 GYM = "reasoning-gym:"
 MATH = "math"
@@ -36,7 +36,7 @@ def load(name: str, *, reward: str, reward_timeout: float, split: str) -> Task:
 class Rewarded:
     """An embedded task with another verifier than its own."""
 
-    def __init__(self, task: EmbeddedTask, verifier: VerifierProcess) -> None:
+    def __init__(self, task: EmbeddedTask, verifier: VerifierPool) -> None:
         self.name, self.tokenizer = task.name, task.tokenizer
         self.problems, self.demonstration, self.final_answer = task.problems, task.demonstration, task.final_answer
         self.state_dict, self.load_state_dict = task.state_dict, task.load_state_dict
@@ -55,7 +55,7 @@ def _embedded(name: str, reward: str, timeout: float) -> Task:
         task = RunningTotal()
     else:
         raise ValueError(f'reward of {name} must be {MATH} or "file.py:function"; got {reward!r}')
-    return Rewarded(task, VerifierProcess(_builder(reward), timeout=timeout)) if is_users else task
+    return Rewarded(task, VerifierPool(_builder(reward), timeout=timeout)) if is_users else task
 
 
 def _gym(name: str, reward: str, timeout: float) -> Task:
@@ -63,13 +63,13 @@ def _gym(name: str, reward: str, timeout: float) -> Task:
         build = _builder(reward, columns=("question", "answer", "metadata"))
     else:
         build = partial(gym_verifier, name.removeprefix(GYM), reward)
-    return ReasoningGym(name, VerifierProcess(build, timeout=timeout))
+    return ReasoningGym(name, VerifierPool(build, timeout=timeout))
 
 
 def _rows(name: str, reward: str, timeout: float, split: str) -> Task:
     problems = read_problems([Path(path) for path in name.split(",")], needs_answer=reward == MATH)
     columns = {column for problem in problems for column in problem.row}
-    verifier = VerifierProcess(_builder(reward, columns), timeout=timeout)
+    verifier = VerifierPool(_builder(reward, columns), timeout=timeout)
     return Rows(name, problems, verifier, vote=final_answer if reward == MATH else boxed_answer, split=split)
 
 

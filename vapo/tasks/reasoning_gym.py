@@ -9,7 +9,7 @@ from functools import partial
 
 from vapo.tasks import Problem, Verdict
 from vapo.tasks.split import draw_problems
-from vapo.tasks.worker import Verifier, VerifierProcess
+from vapo.tasks.worker import Verifier, VerifierPool
 
 KNIGHTS_KNAVES = "knights_knaves"
 KNIGHTS_KNAVES_REWARDS = ("all-right", "per-islander")
@@ -26,7 +26,7 @@ class ReasoningGym:
     repeat a run with them, and for one on several ranks.
     """
 
-    def __init__(self, name: str, verifier: VerifierProcess) -> None:
+    def __init__(self, name: str, verifier: VerifierPool) -> None:
         """Take up a dataset.
 
         Args:

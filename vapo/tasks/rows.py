@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vapo.tasks import Problem, Verdict
 from vapo.tasks.split import prompt_crc32
-from vapo.tasks.worker import VerifierProcess
+from vapo.tasks.worker import VerifierPool
 
 SUFFIXES = (".parquet", ".jsonl")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
@@ -34,7 +34,7 @@ class Rows:
         self,
         name: str,
         problems: Sequence[Problem],
-        verifier: VerifierProcess,
+        verifier: VerifierPool,
         *,
         vote: Callable[[str], str | None],
         split: str = "eighth",
