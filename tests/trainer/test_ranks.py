@@ -16,12 +16,11 @@ import torch
 from ranks import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
-from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, options, score
+from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, make_lively, options
 from transformers import AutoModelForCausalLM
 
 import vapo.learning.step
 import vapo.learning.value_pretraining
-import vapo.record.run_log
 from vapo.cli import main
 from vapo.config import Config
 from vapo.evaluation import evaluate
@@ -38,8 +37,9 @@ from vapo.rollout.collect import Collected, pack
 from vapo.rollout.dynamic_sampling import take_groups
 from vapo.rollout.sampling import Sampling
 from vapo.tasks import Problem, load_task
-from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train
+
+pytestmark = pytest.mark.usefixtures("lively_runs")
 
 SETTINGS = LIVELY | {
     "num_prompts": 4,
@@ -71,8 +71,8 @@ CASES = {
 
 
 @functools.cache
-def fixed_groups() -> tuple[list[Problem], Collected]:
-    """Four problems with two responses each, the same wherever this is called."""
+def fixed_groups() -> Collected:
+    """Four groups of two responses each, the same wherever this is called."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 21, (length,), generator=generator) for length in (4, 2, 5, 3)]
     prompts = [prompt for prompt in prompts for _ in range(2)]
@@ -81,22 +81,21 @@ def fixed_groups() -> tuple[list[Problem], Collected]:
     is_correct = torch.tensor([True, False, True, True, False, False, False, True])
     scores = is_correct + torch.arange(8) / 10 * ~is_truncated
     rollout = pack(prompts, responses, scores, is_correct, is_truncated, 2, torch.device("cpu"))
-    problems = [Problem(f"problem {number}", "") for number in range(4)]
-    return problems, Collected(rollout, [f"response {number}" for number in range(8)], ["failed"])
+    return Collected(rollout, [f"response {number}" for number in range(8)], ["failed"])
 
 
 def share_of_fixed_groups(*args: Any, group_size: int = 2, **kwargs: Any) -> Collected:
-    """In the place of sampling: this rank's groups; one verifier failed on each rank."""
-    collected = take_groups(fixed_groups()[1], sharding.share_of(range(4)))
+    """Replaces sampling: this rank's groups; one verifier failed on each rank."""
+    collected = take_groups(fixed_groups(), sharding.share_of(range(4)))
     return collected._replace(rollout=replace(collected.rollout, group_size=group_size))
 
 
 def learner_in(phase: str, config: Config) -> Learner:
-    """Models that are not blank: the critic has opinions, and the policy has left its reference."""
+    """Models that are not as new: the critic's values differ, and the policy has left its reference."""
     learner = make_learner(config, load_task("running-total"), torch.device("cpu"))
     learner.begin(phase, config)
     for optimizer in learner.optimizers.values():
-        # Adam gives a gradient that is nothing but rounding a whole step.
+        # Adam makes a full step of a gradient that is only rounding.
         optimizer.param_groups[0]["eps"] = 1e-4
     with torch.no_grad():
         if learner.reference is not None:
@@ -113,12 +112,13 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def parameters_of(learner: Learner) -> dict[str, Tensor]:
+    models = learner.models.items()
+    return {f"{name}.{key}": each for name, model in models for key, each in model.named_parameters()}
+
+
 def weights_of(learner: Learner) -> dict[str, Tensor]:
-    return {f"{name}.{key}": whole(each) for name, model in learner.models.items() for key, each in named(model)}
-
-
-def named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return list(model.named_parameters())
+    return {name: whole(each) for name, each in parameters_of(learner).items()}
 
 
 def gradients(learner: Learner, config: Config) -> dict[str, Any]:
@@ -130,10 +130,11 @@ def gradients(learner: Learner, config: Config) -> dict[str, Any]:
     if learner.critic is not None:
         terms = accumulate_value_loss(learner.critic, batch, part, config, value_clip=config.value_clip)
         found["critic terms"] = sharding.sum_over_ranks(terms)
-    for name, model in learner.models.items():
-        found |= {f"{name}.{key}": whole(each.grad) for key, each in named(model) if each.grad is not None}
+    parameters = parameters_of(learner).items()
+    found |= {f"gradient of {name}": whole(each.grad) for name, each in parameters if each.grad is not None}
+    for model in learner.models.values():
         model.zero_grad()
-    # In the order of the groups, whoever had them.
+    # In the order of the groups, whichever rank had them.
     tokens_of_groups = rollout.lengths.view(-1, 2).sum(1).tolist()
     parts = list(zip(sharding.share_of(range(4)), batch.advantages.split(tokens_of_groups), strict=True))
     advantages = sorted((part for rank in sharding.gather_objects(parts) for part in rank), key=lambda part: part[0])
@@ -145,7 +146,8 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def every_step() -> dict[str, dict[str, Any]]:
-    """One step of every kind on the same data: what it says and the weights it leaves."""
+    """One step of every kind on the same data: its metrics and the weights it leaves."""
+    make_lively(pytest.MonkeyPatch())
     vapo.learning.step.collect = vapo.learning.value_pretraining.collect = share_of_fixed_groups
     found: dict[str, dict[str, Any]] = {}
     for name, changes in CASES.items():
@@ -168,8 +170,7 @@ def every_step() -> dict[str, dict[str, Any]]:
 
 
 def greedy_evaluation(learner: Learner) -> dict[str, float]:
-    """Evaluation of five problems from two sources, in the greedy half of it, which does not hang on the generator."""
-    RunningTotal.score = score
+    """Evaluation of five problems from two sources; greedy throughout, so that it does not depend on the generator."""
     sampling = Sampling(max_new_tokens=6, stop_token_ids=learner.sampling.stop_token_ids, top_k=1)
     problems = [Problem(f"{number} +1 =", "0", "odd" if number % 2 else "even") for number in range(5)]
     with sharding.gathered(learner.policy):
@@ -185,57 +186,38 @@ def greedy_evaluation(learner: Learner) -> dict[str, float]:
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            torch.as_tensor(found[name]),
-            torch.as_tensor(value),
-            rtol=1e-5,
-            atol=1e-5,
-            check_dtype=False,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 @pytest.fixture(scope="module")
-def in_one_process() -> dict[str, dict[str, Any]]:
+def in_one_process(lively_runs: None) -> dict[str, dict[str, Any]]:
     """Without a process group."""
     with pytest.MonkeyPatch.context() as patch:
-        # Back to what they are, whatever is put there meanwhile.
-        for owner, name in (
-            (vapo.learning.step, "collect"),
-            (vapo.learning.value_pretraining, "collect"),
-            (RunningTotal, "score"),
-        ):
-            patch.setattr(owner, name, getattr(owner, name))
+        # Afterwards they are what they were, whatever the steps put there.
+        for owner in (vapo.learning.step, vapo.learning.value_pretraining):
+            patch.setattr(owner, "collect", owner.collect)
         return every_step()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_step_as_one_process_does(in_one_process, num_ranks):
     for each in run_on_ranks(num_ranks, every_step):
-        for name, expected in in_one_process.items():
-            assert_close(each[name], expected)
+        assert_close(each, in_one_process)
 
 
-def test_the_steps_compared_are_no_empty_ones(in_one_process):
+def test_the_compared_steps_are_not_empty(in_one_process):
     for name in CASES:
         found = in_one_process[name]
         assert found["actor/grad_norm"] > 0.01 and found["advantages"].std() > 0.1, name
-        assert found["policy.model.norm.weight"].abs().max() > 0
+        assert found["gradient of policy.model.norm.weight"].abs().max() > 0
     assert in_one_process["ppo"]["actor/kl"] > 0 and in_one_process["ppo"]["critic/kl_penalty"] != 0
     assert in_one_process["vapo"]["critic/vf_explained_var"] not in (0.0, 1.0)
     assert 0 < in_one_process["evaluation"]["val/response_length"] <= 6
 
 
-def lively() -> None:
-    RunningTotal.score = score
-    vapo.record.run_log.write_curves = lambda folder: None
-
-
 def runs_on_ranks(folder: Path) -> None:
     """A whole run, one in two parts, one with dynamic sampling, and one that a single process began."""
-    lively()
+    make_lively(pytest.MonkeyPatch())
     config = Config(**SETTINGS)
     train(config, folder / "whole")
     train(replace(config, steps=1), folder / "parts")
@@ -244,32 +226,26 @@ def runs_on_ranks(folder: Path) -> None:
     train(config, folder / "begun_alone", resume=True)
 
 
-@pytest.fixture
-def undisturbed(monkeypatch):
-    monkeypatch.setattr(RunningTotal, "score", score)
-    monkeypatch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
-
-
-def places(folder: Path) -> list[tuple[str, int]]:
+def logged_steps(folder: Path) -> list[tuple[str, int]]:
     return [(each["phase"], each["step"]) for each in lines_without_times(folder)]
 
 
 def whole_run(steps: int) -> list[tuple[str, int]]:
-    """Where a run of two steps before RL has its lines, each once."""
+    """The steps of which a run with two steps of each phase before RL has lines, each once."""
     before = [(phase, step) for phase in ("warm_start", "value_pretraining") for step in (1, 2)]
     return [*before, *(("vapo", step) for step in range(steps + 1))]
 
 
-def test_whole_runs_on_two_ranks_and_between(tmp_path, undisturbed):
+def test_whole_runs_on_two_ranks_and_between(tmp_path):
     config = Config(**SETTINGS)
     train(replace(config, steps=1), tmp_path / "begun_alone")
     run_on_ranks(2, runs_on_ranks, tmp_path)
 
     assert_lively(tmp_path / "whole")
     assert_same_result(tmp_path / "parts", tmp_path / "whole")
-    assert places(tmp_path / "whole") == places(tmp_path / "begun_alone") == whole_run(2)
+    assert logged_steps(tmp_path / "whole") == logged_steps(tmp_path / "begun_alone") == whole_run(2)
     first, second = (lines_without_times(tmp_path / name) for name in ("whole", "begun_alone"))
-    # What no sample enters is the same on any number of ranks, up to rounding.
+    # What depends on no sample is the same on any number of ranks, up to rounding.
     assert first[1]["warm_start/loss"] == pytest.approx(second[1]["warm_start/loss"], rel=1e-5)
     assert 0 < lines_without_times(tmp_path / "dapo")[-1]["rollout/informative_groups"] <= 1
     # Each of the two ranks has a generator of its own.
@@ -279,14 +255,14 @@ def test_whole_runs_on_two_ranks_and_between(tmp_path, undisturbed):
 
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "policy").state_dict()
     train(replace(config, steps=3, actor_lr=1e-12), tmp_path / "whole", resume=True)
-    assert places(tmp_path / "whole") == whole_run(3)
-    # One process took up what two ranks had left: after a step of next to no length it is still there.
+    assert logged_steps(tmp_path / "whole") == whole_run(3)
+    # One process went on with the weights of two ranks: after a step of almost no length they are the same.
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "policy").state_dict()
     assert_close(after, before)
 
 
 def test_torchrun_writes_one_run_and_one_process_goes_on_with_it(tmp_path, capsys, monkeypatch):
-    """As a person would, without a folder's name: it is fresh, and the same for all ranks."""
+    """As a user would, without a folder's name: the folder is new, and the same for all ranks."""
     monkeypatch.chdir(tmp_path)
     Path("reward.py").write_text("def score(completion, answer, **row):\n    return len(completion) % 3\n")
     (tmp_path / "runs" / "running-total-vapo-seed0").mkdir(parents=True)
@@ -301,7 +277,7 @@ def test_torchrun_writes_one_run_and_one_process_goes_on_with_it(tmp_path, capsy
     folder = Path("runs/running-total-vapo-seed0-2")
     assert sorted(each.name for each in Path("runs").iterdir()) == ["running-total-vapo-seed0", folder.name]
     assert done.stdout.count("run folder: ") == done.stdout.count("held-out accuracy, greedy") == 1
-    assert places(folder) == whole_run(2)
+    assert logged_steps(folder) == whole_run(2)
     # Those of rank 0: each step its four, of two groups.
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 2 * 4
     assert sorted(each.name for each in folder.iterdir()) == [
@@ -309,14 +285,14 @@ def test_torchrun_writes_one_run_and_one_process_goes_on_with_it(tmp_path, capsy
         "samples.jsonl",
     ]
     assert main(["train", "--resume", str(folder), "--steps", "3"]) == 0
-    assert places(folder) == whole_run(3)
+    assert logged_steps(folder) == whole_run(3)
     assert json.loads((folder / "config.json").read_text())["steps"] == 3
 
 
-def test_bfloat16_computes_so_and_keeps_float32(tmp_path, undisturbed):
+def test_bfloat16_computes_so_and_keeps_float32(tmp_path):
     config = Config(**SETTINGS | {"dtype": "bfloat16"})
     train(config, tmp_path / "run")
-    assert places(tmp_path / "run") == whole_run(2)
+    assert logged_steps(tmp_path / "run") == whole_run(2)
     assert_lively(tmp_path / "run")
     for name in ("policy", "critic", "pretrained_critic"):
         weights = load_file(tmp_path / "run" / name / "model.safetensors")

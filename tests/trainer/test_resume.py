@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, score
+from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times
 
 import vapo.trainer
 from vapo.config import Config
@@ -20,6 +21,7 @@ from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train
 
 STEPS = {"warm_start": "warm_start_step", "value_pretraining": "pretraining_step", "vapo": "vapo_step"}
+ROWS = "".join(f'{{"prompt": "{number} +1 =", "answer": "0"}}\n' for number in range(8))
 REWARD_FUNCTION = """
 import zlib
 
@@ -32,10 +34,7 @@ class Stopped(Exception):
     """Stands for whatever ends a run."""
 
 
-@pytest.fixture(autouse=True)
-def lively_runs(monkeypatch):
-    monkeypatch.setattr(RunningTotal, "score", score)
-    monkeypatch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("lively_runs")
 
 
 @pytest.fixture
@@ -45,13 +44,13 @@ def settings(small_settings):
 
 
 class Interruptions:
-    """Stops a run once at each place: where a step is done but not recorded, recorded but not kept, or all is done."""
+    """Stops a run once at each point: a step is done but not recorded, recorded but not saved, or all is done."""
 
     def __init__(self, monkeypatch, only: set[tuple[str, str, int]] | None = None) -> None:
         self.only, self.met = only, []
         for phase, name in STEPS.items():
-            step_function = getattr(vapo.trainer, name)
-            monkeypatch.setattr(vapo.trainer, name, self._stopping_after(phase, step_function))
+            function = getattr(vapo.trainer, name)
+            monkeypatch.setattr(vapo.trainer, name, partial(self._step_and_stop, phase, function))
         save, export = Learner.save, Learner.export
 
         def save_or_stop(learner, folder, config):
@@ -65,32 +64,28 @@ class Interruptions:
         monkeypatch.setattr(Learner, "save", save_or_stop)
         monkeypatch.setattr(Learner, "export", export_and_stop)
 
-    def _stopping_after(self, phase, step_function):
-        def step_and_stop(learner, step, config):
-            found = step_function(learner, step, config)
-            self._stop_at("step done", phase, step)
-            return found
+    def run(self, config: Config, folder: Path) -> dict[str, float]:
+        """Resume a run as often as it stops; returns its last held-out metrics."""
+        while True:
+            count = len(self.met)
+            try:
+                return train(config, folder, resume=count > 0)
+            except Stopped:
+                assert len(self.met) == count + 1
 
-        return step_and_stop
+    def _step_and_stop(self, phase, function, learner, step, config):
+        found = function(learner, step, config)
+        self._stop_at("step done", phase, step)
+        return found
 
-    def _stop_at(self, *place) -> None:
-        if place not in self.met and (self.only is None or place in self.only):
-            self.met.append(place)
-            raise Stopped(place)
-
-
-def run_with_interruptions(config: Config, folder: Path, interruptions: Interruptions) -> dict[str, float]:
-    """Resume a run as often as it stops; returns its last held-out metrics."""
-    while True:
-        count = len(interruptions.met)
-        try:
-            return train(config, folder, resume=count > 0)
-        except Stopped:
-            assert len(interruptions.met) == count + 1
+    def _stop_at(self, *point) -> None:
+        if point not in self.met and (self.only is None or point in self.only):
+            self.met.append(point)
+            raise Stopped(point)
 
 
 @pytest.mark.parametrize(
-    ("preset", "changes", "num_places"),
+    ("preset", "changes", "num_points"),
     [
         # Two steps of each of three phases, a checkpoint after each, and the end.
         ("vapo", {}, 6 + 6 + 1),
@@ -100,22 +95,22 @@ def run_with_interruptions(config: Config, folder: Path, interruptions: Interrup
         ("dapo", {"overlong_buffer": 3, "max_sampling_rounds": 3, "warm_start_steps": 0}, 2 + 2 + 1),
     ],
 )
-def test_from_everywhere(settings, tmp_path, monkeypatch, preset, changes, num_places):
+def test_from_everywhere(settings, tmp_path, monkeypatch, preset, changes, num_points):
     config = Config(**settings | PRESETS[preset] | changes)
     after = train(config, tmp_path / "whole")
     assert_lively(tmp_path / "whole")
     interruptions = Interruptions(monkeypatch)
-    assert run_with_interruptions(config, tmp_path / "broken", interruptions) == after
-    assert len(interruptions.met) == num_places, interruptions.met
+    assert interruptions.run(config, tmp_path / "broken") == after
+    assert len(interruptions.met) == num_points, interruptions.met
     assert_same_result(tmp_path / "broken", tmp_path / "whole")
 
 
-def test_from_every_place_in_the_data(settings, tmp_path, monkeypatch, task):
-    """Rows of a file are drawn without replacement: seven of them, by threes, so that epochs end within steps."""
+def test_from_every_position_in_the_data(settings, tmp_path, monkeypatch, task):
+    """Rows of a file are sampled without replacement: seven of them, by threes, so that epochs end within steps."""
     model, rows, reward = tmp_path / "model", tmp_path / "sums.jsonl", tmp_path / "reward.py"
     tiny_policy(task.tokenizer, seed=0).save_pretrained(model)
     task.tokenizer.save_pretrained(model)
-    rows.write_text("".join(f'{{"prompt": "{number} +1 =", "answer": "0"}}\n' for number in range(8)))
+    rows.write_text(ROWS)
     reward.write_text(REWARD_FUNCTION)
     config = Config(
         **settings
@@ -124,9 +119,9 @@ def test_from_every_place_in_the_data(settings, tmp_path, monkeypatch, task):
     )
     train(config, tmp_path / "whole")
     assert_lively(tmp_path / "whole")
-    places = {("step done", "value_pretraining", 2), ("step done", "vapo", 2), ("before saving", "vapo", 3)}
-    run_with_interruptions(config, tmp_path / "broken", interruptions := Interruptions(monkeypatch, places))
-    assert set(interruptions.met) == places
+    points = {("step done", "value_pretraining", 2), ("step done", "vapo", 2), ("before saving", "vapo", 3)}
+    (interruptions := Interruptions(monkeypatch, points)).run(config, tmp_path / "broken")
+    assert set(interruptions.met) == points
     assert_same_result(tmp_path / "broken", tmp_path / "whole")
 
 
@@ -141,13 +136,10 @@ def test_an_early_end_of_value_pretraining_is_one_when_it_is_resumed(settings, t
 
     monkeypatch.setattr(vapo.trainer, "pretraining_step", pretraining_step)
     train(config, tmp_path / "whole")
-    places = {
-        ("step done", "value_pretraining", 2),
-        ("before saving", "value_pretraining", 2),
-        ("step done", "vapo", 1),
-    }
-    run_with_interruptions(config, tmp_path / "broken", interruptions := Interruptions(monkeypatch, places))
-    assert set(interruptions.met) == places
+    pretraining = {("step done", "value_pretraining", 2), ("before saving", "value_pretraining", 2)}
+    points = pretraining | {("step done", "vapo", 1)}
+    (interruptions := Interruptions(monkeypatch, points)).run(config, tmp_path / "broken")
+    assert set(interruptions.met) == points
     assert_same_result(tmp_path / "broken", tmp_path / "whole")
     assert [each["step"] for each in lines_without_times(tmp_path / "broken")] == [1, 2, 1, 2, 0, 1, 2]
 
@@ -204,8 +196,7 @@ def test_only_a_run_can_be_resumed(settings, tmp_path):
 def test_data_that_changed_are_not_gone_on_with(settings, tmp_path, monkeypatch):
     """An embedded task has no data; a file's rows are recognised."""
     rows = tmp_path / "sums.jsonl"
-    content = "".join(f'{{"prompt": "{number} +1 =", "answer": "0"}}\n' for number in range(8))
-    rows.write_text(content)
+    rows.write_text(ROWS)
     learner_of = vapo.trainer.make_learner
     tiny = {"task": str(rows), "warm_start_steps": 0, "warm_start_clean_steps": 0, "value_pretraining": False}
     config = Config(**settings | tiny | {"steps": 1})
@@ -217,7 +208,7 @@ def test_data_that_changed_are_not_gone_on_with(settings, tmp_path, monkeypatch)
     monkeypatch.setattr(vapo.trainer, "make_learner", with_tokenizer)
     train(config, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
-    rows.write_text(content.replace("+1", "+2"))
+    rows.write_text(ROWS.replace("+1", "+2"))
     with pytest.raises(ValueError, match="must hold the same prompts as when the run was saved"):
         train(replace(config, steps=2), tmp_path / "run", resume=True)
     assert_same_result(tmp_path / "run", tmp_path / "before")
