@@ -5,11 +5,9 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from transformers import AutoTokenizer
 
 from vapo.tasks import Problem
 from vapo.tasks.knights_knaves import KnightsKnaves
-from vapo.tasks.split import is_held_out
 
 PROBLEM = Problem("B: A is knave . C: D is knight . A: C same B . D: A is knave . ?", "B- C- A+ D-", "4 islanders")
 WORKED = (
@@ -114,37 +112,3 @@ def test_verifier(islands, response, all_right, per_islander):
 def test_a_vote_compares_what_follows_so(islands):
     texts = ("if B+ so B+ A-", "so B+ so B-", "so", "if B+ ok", "")
     assert [islands.final_answer(text) for text in texts] == ["B+ A-", "B-", None, None, None]
-
-
-def test_split_is_disjoint_and_held_out_problems_differ(islands):
-    held_out = {problem.prompt for problem in islands.problems(400, random.Random(0), held_out=True)}
-    trained_on = {problem.prompt for problem in islands.problems(2000, random.Random(0))}
-    assert len(held_out) == 400
-    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained_on))
-
-
-def test_draws_depend_on_the_generator_alone(islands):
-    drawn = [islands.problems(20, random.Random(seed)) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert islands.state_dict() == {}
-
-
-def test_tokenizer_has_29_words_and_survives_saving(islands, tmp_path):
-    assert len(islands.tokenizer) == 29
-    islands.tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for text in (PROBLEM.prompt, WORKED):
-        ids = islands.tokenizer(text).input_ids
-        assert len(ids) == len(text.split())
-        assert loaded(text).input_ids == ids
-        assert loaded.decode(ids) == islands.tokenizer.decode(ids) == text
-    assert (loaded.eos_token, loaded.pad_token) == ("<eos>", "<pad>")
-
-
-def test_rejects_bad_counts_and_rewards(islands):
-    with pytest.raises(ValueError, match=r"count must be .*; got -1"):
-        islands.problems(-1, random.Random(0))
-    with pytest.raises(ValueError, match=r"count must be .*; got 2001"):
-        islands.problems(2001, random.Random(0), held_out=True)
-    with pytest.raises(ValueError, match="reward must be one of all-right, per-islander; got 'half'"):
-        KnightsKnaves("half")

@@ -1,6 +1,6 @@
 """The reward math: where the answer stands in a response, and when two answers are the same."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,10 +30,12 @@ def test_final_answer_is_boxed_or_else_the_last_number(response, answer):
     assert final_answer(response) == answer
 
 
-def test_reference_answer_may_stand_in_a_solution():
-    assert reference_answer("7 * 6 = 42\n#### 42") == "42"
-    assert reference_answer(r"We get \boxed{42}.") == "42"
-    assert reference_answer(r"\frac{1}{2}") == r"\frac{1}{2}"
+@pytest.mark.parametrize(
+    ("column", "answer"),
+    [("7 * 6 = 42\n#### 42", "42"), (r"We get \boxed{42}.", "42"), (r"\frac{1}{2}", r"\frac{1}{2}")],
+)
+def test_the_answer_of_a_row_may_be_a_solution(column, answer):
+    assert reference_answer(column) == answer
 
 
 @pytest.mark.parametrize(
@@ -59,9 +61,6 @@ def test_answers_are_compared_as_mathematics(answer, response, is_correct):
 
 
 def test_verifies_outside_of_the_main_thread():
-    verdicts = []
-    verifier = math_verifier()
-    thread = threading.Thread(target=lambda: verdicts.extend(verifier.score([Problem("", "1/2")], [r"\boxed{0.5}"])))
-    thread.start()
-    thread.join()
-    assert verdicts == [(1.0, True, None)]
+    with ThreadPoolExecutor(1) as threads:
+        verify = threads.submit(math_verifier().score, [Problem("", "1/2")], [r"\boxed{0.5}"])
+    assert verify.result() == [(1.0, True, None)]

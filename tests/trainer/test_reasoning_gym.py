@@ -6,7 +6,6 @@ import pytest
 
 from vapo.tasks import load_task
 from vapo.tasks.reasoning_gym import INSTRUCTION, final_answer, islanders_right
-from vapo.tasks.split import is_held_out
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +30,6 @@ def test_a_problem_is_a_question_to_a_chat_model(islands):
     assert problem.data_source == "knights_knaves"
     assert problem.answer == problem.row["answer"]
     assert islands.score([problem], [f"So <answer>{problem.answer}</answer>"]) == [(1.0, True, None)]
-
-
-def test_draws_depend_on_the_generator_alone(islands):
-    drawn = [[problem.prompt for problem in islands.problems(5, random.Random(seed))] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert islands.state_dict() == {}
-
-
-def test_split_is_disjoint_and_held_out_problems_differ(islands):
-    held_out = [str(problem.prompt) for problem in islands.problems(20, random.Random(0), held_out=True)]
-    trained_on = islands.problems(60, random.Random(0))
-    assert len(set(held_out)) == 20
-    assert not any(is_held_out(problem.prompt) for problem in trained_on)
-    assert all(is_held_out(problem.prompt) for problem in islands.problems(3, random.Random(1), held_out=True))
 
 
 def test_knights_and_knaves_all_right_or_by_the_islander(islands, credit):
@@ -90,7 +75,7 @@ def test_a_partial_score_is_a_reward_but_not_correct(ladders):
     assert not partial.is_correct
 
 
-def test_datasets_that_depend_on_their_size_are_drawn_too():
+def test_datasets_that_depend_on_their_size_are_sampled_too():
     task = load_task("reasoning-gym:gsm_symbolic")
     problems = task.problems(4, random.Random(0))
     assert len({str(problem.prompt) for problem in problems}) == 4
@@ -121,17 +106,3 @@ def test_another_reward_may_be_given(tmp_path):
     task = load_task("reasoning-gym:chain_sum", reward="math")
     (problem,) = task.problems(1, random.Random(0))
     assert task.score([problem], [f"That is \\boxed{{{problem.answer}}}"]) == [(1.0, True, None)]
-
-
-@pytest.mark.parametrize(
-    ("name", "reward", "message"),
-    [
-        ("reasoning-gym:chess", "", "dataset of reasoning-gym must be one of .*knights_knaves.*; got 'chess'"),
-        ("reasoning-gym:composite", "", "at least one dataset"),
-        ("reasoning-gym:chain_sum", "all-right", "must be math or \"file.py:function\"; got 'all-right'"),
-        ("reasoning-gym:knights_knaves", "half", "must be all-right, per-islander, math or .*; got 'half'"),
-    ],
-)
-def test_rejects_unknown_datasets_and_rewards(name, reward, message):
-    with pytest.raises(ValueError, match=message):
-        load_task(name, reward=reward)

@@ -1,4 +1,4 @@
-"""Problems out of files: both forms of rows, malformed ones, the held-out rows and the cursor."""
+"""Problems from files: both forms of rows, malformed ones, the held-out rows and the position in the data."""
 
 import json
 import random
@@ -43,27 +43,18 @@ def unverified(*paths, split="eighth"):
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_verls_rows(tmp_path, suffix):
-    task = load_task(write(tmp_path / f"data{suffix}", [verl_row(number) for number in range(16)]))
-    (problem,) = task.problems(1, random.Random(0))
-    number = problem.row["extra_info"]["index"]
-    assert problem.prompt == chat(f"1 + {number}?")
-    assert (problem.answer, problem.data_source) == (str(1 + number), "sums")
-    assert problem.row == verl_row(number)
+@pytest.mark.parametrize("column", ["reward_model", "answer", "solution", "ground_truth"])
+def test_verls_and_trls_rows(tmp_path, suffix, column):
+    plain = [{"prompt": f"1 + {number}?", column: 1 + number, "level": number} for number in range(16)]
+    rows = [verl_row(number) for number in range(16)] if column == "reward_model" else plain
+    task = load_task(write(tmp_path / f"data{suffix}", rows))
+    for problem in task.problems(5, random.Random(0)):
+        number = rows.index(problem.row)
+        assert problem.prompt == rows[number]["prompt"]
+        assert (problem.answer, problem.data_source) == (str(1 + number), rows[number].get("data_source", "data"))
     right, wrong = rf"\boxed{{{1 + number}}}", rf"\boxed{{{number}}}"
     assert task.score([problem] * 2, [right, wrong]) == [(1.0, True, None), (0.0, False, None)]
     assert task.final_answer(f"so {number}") == str(number)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-@pytest.mark.parametrize("column", ["answer", "solution", "ground_truth"])
-def test_trls_rows(tmp_path, suffix, column):
-    rows = [{"prompt": f"1 + {number}?", column: 1 + number, "level": number} for number in range(16)]
-    task = load_task(write(tmp_path / f"data{suffix}", rows))
-    for problem in task.problems(5, random.Random(0)):
-        assert problem.row in rows
-        assert problem.answer == str(1 + problem.row["level"])
-        assert problem.data_source == "data"
 
 
 def test_columns_reach_the_users_function(tmp_path):
@@ -91,7 +82,7 @@ def test_an_epoch_has_every_row_once_in_the_generators_order(tmp_path):
     assert [problem.answer for problem in again.problems(28, random.Random(0))] == epochs[0] + epochs[1]
 
 
-def test_held_out_rows_are_those_of_lowest_crc32_and_never_drawn(tmp_path):
+def test_held_out_rows_are_those_of_lowest_crc32_and_never_trained_on(tmp_path):
     rows = [{"prompt": f"p{number}", "answer": "1"} for number in range(20)]
     task = unverified(write(tmp_path / "data.jsonl", rows + rows[:10]))
     lowest = sorted((row["prompt"] for row in rows), key=lambda prompt: zlib.crc32(prompt.encode()))[:2]
@@ -102,7 +93,7 @@ def test_held_out_rows_are_those_of_lowest_crc32_and_never_drawn(tmp_path):
     assert len(task.problems(1, random.Random(0), held_out=True)) == 1
 
 
-def test_the_cursor_goes_on_within_an_epoch_and_at_its_end(tmp_path):
+def test_the_position_is_restored_within_an_epoch_and_at_its_end(tmp_path):
     path = write(tmp_path / "data.jsonl", [verl_row(number) for number in range(16)])
     for drawn in (0, 5, 14, 20):
         task, rng = unverified(path), random.Random(0)
@@ -179,13 +170,6 @@ def test_malformed_rows_are_refused_with_file_and_row(tmp_path, row, message):
         load_task(path)
 
 
-def test_a_malformed_row_of_a_parquet_file_is_named(tmp_path):
-    rows = [verl_row(number) for number in range(3)]
-    rows[1]["prompt"] = None
-    with pytest.raises(ValueError, match=r"data\.parquet: row 2: prompt must be text"):
-        load_task(write(tmp_path / "data.parquet", rows))
-
-
 def test_a_row_may_not_lack_the_answer_that_others_have(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, **_): return [0.0] * len(completions)")
     reward = f"{tmp_path}/mine.py:f"
@@ -194,23 +178,25 @@ def test_a_row_may_not_lack_the_answer_that_others_have(tmp_path):
         load_task(write(tmp_path / "data.jsonl", [GOOD, {"prompt": "b"}]), reward=reward)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b"\n\n{'prompt': 1}\n")
-    with pytest.raises(ValueError, match=r"data\.jsonl: row 3: a row must be JSON; got b\"{'prompt'"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", [verl_row(0), {**verl_row(1), "prompt": None}], r"a\.parquet: row 2: prompt must be text"),
+        ("a.jsonl", b"%s\n\n{'prompt': 1}\n", "a\\.jsonl: row 3: a row must be JSON; got b\"{'prompt'"),
+        ("a.jsonl", b'%s\n{"prompt": "\xff", "answer": "2"}\n', r"a\.jsonl: row 2: a row must be JSON"),
+        ("a.parquet", b"no %s", r"a\.parquet must be a Parquet file"),
+        ("a.jsonl", None, r"must be an existing \.parquet or \.jsonl file; got '.*a\.jsonl'"),
+        *(
+            ("a.jsonl", rows, f"must hold at least 2 different prompts; got {number}")
+            for rows, number in (([], 0), ([GOOD], 1), ([GOOD, GOOD], 1))
+        ),
+    ],
+)
+def test_rejects_bad_files(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, list):
+        write(path, content)
+    elif content:
+        path.write_bytes(content % json.dumps(GOOD).encode())
+    with pytest.raises(ValueError, match=message):
         load_task(str(path))
-    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff", "answer": "2"}\n')
-    with pytest.raises(ValueError, match=r"data\.jsonl: row 2: a row must be JSON"):
-        load_task(str(path))
-
-
-def test_rejects_missing_foreign_and_too_small_files(tmp_path):
-    with pytest.raises(ValueError, match=r"must be an existing \.parquet or \.jsonl file; got 'nowhere\.jsonl'"):
-        load_task("nowhere.jsonl")
-    path = tmp_path / "data.parquet"
-    path.write_text("no parquet")
-    with pytest.raises(ValueError, match=r"data\.parquet must be a Parquet file"):
-        load_task(str(path))
-    for rows, number in (([], 0), ([GOOD], 1), ([GOOD, GOOD], 1)):
-        with pytest.raises(ValueError, match=rf"must hold at least 2 different prompts; got {number}"):
-            unverified(write(tmp_path / "data.jsonl", rows))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EMBEDDED_TASKS = ("running-total", "knights-knaves")
+ISLANDER_REWARDS = ("all-right", "per-islander")  # of knights and knaves, embedded or of reasoning-gym
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class Problem:
 
     Attributes:
         prompt: Text, or chat messages with ``role`` and ``content``.
-        answer: What a verifier compares with; may be empty where a reward function needs none.
-        data_source: Where it comes from; evaluation reports each source apart.
+        answer: What the verifier compares a response with; may be empty where a reward function needs none.
+        data_source: Where it comes from; evaluation reports each source by itself.
         row: All columns of a data row, for reward functions.
     """
 
@@ -31,12 +32,12 @@ class Problem:
 
 
 class Verdict(NamedTuple):
-    """A verifier's word on one response.
+    """The verifier's result for one response.
 
     Attributes:
         score: The reward, which goes on the last sampled token.
         is_correct: Whether the answer is right; not derived from the sign of the score.
-        error: Why there is no verdict (then the score is 0): the verifier's traceback, or that it timed out.
+        error: What went wrong, where the verifier failed (then the score is 0): its traceback, or that it timed out.
     """
 
     score: float
@@ -45,28 +46,28 @@ class Verdict(NamedTuple):
 
 
 class Task(Protocol):
-    """What the trainer needs of a task."""
+    """What the trainer needs from a task."""
 
     name: str
 
     def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
-        """Draw problems; those held out and those trained on never share a prompt."""
+        """Return problems; held-out ones and those to train on never share a prompt."""
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
-        """Verify finished responses, given without special tokens, one for each problem."""
+        """Verify one finished response for each problem, given without special tokens."""
 
     def final_answer(self, response: str) -> str | None:
-        """Return what a vote among responses compares; None abstains."""
+        """Return what a vote among responses compares; None for no vote."""
 
     def state_dict(self) -> dict:
-        """Return, as JSON, where the task stands in its data; empty if the draws depend on ``rng`` alone."""
+        """Return, as JSON, the position in the data; empty if problems depend on ``rng`` alone."""
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from where :meth:`state_dict` stood."""
+        """Continue from a position that :meth:`state_dict` returned."""
 
 
 class EmbeddedTask(Task, Protocol):
-    """A task that brings its own language, in which a small model is trained from nothing."""
+    """A task with a small language of its own, in which a small model is trained from scratch."""
 
     tokenizer: PreTrainedTokenizerFast
 
@@ -80,10 +81,10 @@ def load_task(name: str, *, reward: str = "", reward_timeout: float = 10.0, spli
     Args:
         name: "running-total", "knights-knaves", "reasoning-gym:<dataset>", or .parquet and .jsonl files with commas
             between them.
-        reward: "" is the task's own, "math" for files. Others: "math"; "all-right" and "per-islander" for knights and
-            knaves of either kind; a function of the user's as "file.py:function".
-        reward_timeout: Seconds that a reward may take, for a response or, in TRL's form, for a batch.
-        split: What a file holds out: an "eighth" of it; nothing, where "train"; everything, where "held-out".
+        reward: "" is the task's own, "math" for files. Others: "math"; one of ``ISLANDER_REWARDS`` for knights and
+            knaves; the user's own function as "file.py:function".
+        reward_timeout: Seconds that the verifier may take for a response or, in TRL's form, for a batch.
+        split: What is held out of files: an "eighth" of the prompts; "train": none; "held-out": all.
 
     Raises:
         ValueError: If there is no such task or reward, the data are malformed, or a package is missing.

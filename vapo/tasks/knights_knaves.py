@@ -18,8 +18,8 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise, product
 
-from vapo.tasks import Problem, Verdict
-from vapo.tasks.split import draw_problems
+from vapo.tasks import ISLANDER_REWARDS, Problem, Verdict
+from vapo.tasks.split import GeneratedTask
 from vapo.tasks.words import EOS, word_tokenizer
 
 NAMES = ("A", "B", "C", "D")
@@ -32,16 +32,23 @@ WORDS = (
     *(name + value for name in NAMES for value in (KNIGHT, KNAVE)),
     *("is", *NEGATED, ".", "?", "if", "ok", "no", "so"),
 )
-REWARDS = ("all-right", "per-islander")
 
 Statement = tuple[str, str, str]  # ("A", "is", "knave") or ("B", "same", "C")
 Sentences = dict[str, Statement]  # by speaker, in the prompt's order
 
 
-class KnightsKnaves:
-    """The task ``knights-knaves``: prompts, demonstrations, verifier and tokenizer."""
+class KnightsKnaves(GeneratedTask):
+    """The task ``knights-knaves``: prompts, demonstrations, verifier and tokenizer.
+
+    Problems have three or four islanders.
+
+    Example:
+        >>> KnightsKnaves().problems(1, random.Random(0))[0].prompt
+        'C: A diff C . A: B diff A . B: A same C . ?'
+    """
 
     name = "knights-knaves"
+    num_held_out = 2000
 
     def __init__(self, reward: str = "all-right") -> None:
         """Set the reward: "all-right", 1 or 0, or "per-islander", the share of islanders that are right.
@@ -49,36 +56,19 @@ class KnightsKnaves:
         Raises:
             ValueError: If there is no such reward.
         """
-        if reward not in REWARDS:
-            raise ValueError(f"reward must be one of {', '.join(REWARDS)}; got {reward!r}")
+        if reward not in ISLANDER_REWARDS:
+            raise ValueError(f"reward must be one of {', '.join(ISLANDER_REWARDS)}; got {reward!r}")
         self.reward = reward
         self.tokenizer = word_tokenizer(WORDS)
-
-    def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
-        """Draw problems of three or four islanders from one side of a split that depends on the prompt alone.
-
-        Args:
-            count: How many, at least 0. Held-out problems are all different; the others may repeat.
-            rng: Source of randomness.
-            held_out: Draw from the eighth of all prompts that training never sees.
-
-        Raises:
-            ValueError: If ``count`` is negative, or larger than the 2000 different problems that may be held out.
-
-        Example:
-            >>> KnightsKnaves().problems(1, random.Random(0))[0].prompt
-            'C: A diff C . A: B diff A . B: A same C . ?'
-        """
-        return draw_problems(_draw, count, rng, held_out=held_out, num_held_out=2000)
 
     def demonstration(self, problem: Problem, rng: random.Random, *, give_up: float = 0.0, error: float = 0.0) -> str:
         """Write a response to ``problem``, the end-of-sequence token included.
 
         Args:
-            problem: What is answered.
+            problem: The problem to answer.
             rng: Source of randomness.
             give_up: Probability, before each statement, of guessing the islanders that are not known yet.
-            error: Probability, at each statement, of taking its meaning for the opposite and going on from it.
+            error: Probability, at each statement, of reading it as its opposite and continuing from that.
 
         Example:
             >>> problem = Problem("C: A diff C . A: B diff C . B: C diff A . ?", "C+ A- B+")
@@ -117,12 +107,15 @@ class KnightsKnaves:
         _, so, answer = f" {response}".rpartition(" so ")
         return answer if so else None
 
-    def state_dict(self) -> dict:
-        """Return nothing: the draws depend on ``rng`` alone."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take nothing up."""
+    def _generate(self, rng: random.Random) -> Problem:
+        """A puzzle with exactly one solution."""
+        while True:
+            sentences = _sample_sentences(rng)
+            solutions = solve(sentences)
+            if len(solutions) == 1:
+                prompt = " ".join(f"{speaker}: {' '.join(words)} ." for speaker, words in sentences.items())
+                answer = " ".join(name + solutions[0][name] for name in sentences)
+                return Problem(f"{prompt} ?", answer, data_source=f"{len(sentences)} islanders")
 
     def _verdict(self, problem: Problem, response: str) -> Verdict:
         right = problem.answer.split()
@@ -133,33 +126,22 @@ class KnightsKnaves:
         return Verdict(share if self.reward == "per-islander" else float(share == 1.0), share == 1.0)
 
 
-def _draw(rng: random.Random) -> Problem:
-    """One puzzle with exactly one solution."""
-    while True:
-        sentences = _draw_sentences(rng)
-        solutions = solve(sentences)
-        if len(solutions) == 1:
-            prompt = " ".join(f"{speaker}: {' '.join(words)} ." for speaker, words in sentences.items())
-            answer = " ".join(name + solutions[0][name] for name in sentences)
-            return Problem(f"{prompt} ?", answer, data_source=f"{len(sentences)} islanders")
-
-
-def _draw_sentences(rng: random.Random) -> Sentences:
+def _sample_sentences(rng: random.Random) -> Sentences:
     """A chain in which each speaks about the next and the last about earlier ones; its head comes first."""
     chain = list(NAMES[: rng.randint(MIN_ISLANDERS, len(NAMES))])
     rng.shuffle(chain)
     said: Sentences = {}
     for number, (speaker, subject) in enumerate(pairwise(chain)):
-        said[speaker] = _draw_statement(rng, subject, chain[: number + 1])
+        said[speaker] = _sample_statement(rng, subject, chain[: number + 1])
     *earlier, last = chain
     subject = rng.choice(earlier)
-    said[last] = _draw_statement(rng, subject, [name for name in earlier if name != subject])
+    said[last] = _sample_statement(rng, subject, [name for name in earlier if name != subject])
     rest = chain[1:]
     rng.shuffle(rest)
     return {speaker: said[speaker] for speaker in (chain[0], *rest)}
 
 
-def _draw_statement(rng: random.Random, subject: str, others: Sequence[str]) -> Statement:
+def _sample_statement(rng: random.Random, subject: str, others: Sequence[str]) -> Statement:
     if rng.random() < 0.5:
         return subject, "is", rng.choice(("knight", "knave"))
     return subject, rng.choice(("same", "diff")), rng.choice(others)
@@ -214,9 +196,9 @@ def _propagate(
         value = _derived(meaning, known.get(other))
         words.append(subject + value)
         if subject in known:
-            verdict = "ok" if value == known[subject] else "no"
-            words += [subject + known[subject], verdict]
-            return verdict
+            outcome = "ok" if value == known[subject] else "no"
+            words += [subject + known[subject], outcome]
+            return outcome
         known[subject] = value
         speaker = subject
     return None

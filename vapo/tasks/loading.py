@@ -1,12 +1,12 @@
-"""From the names of a task and a reward to the task."""
+"""Build a task from its name and the name of its reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from vapo.tasks import EMBEDDED_TASKS, EmbeddedTask, Problem, Task, Verdict
+from vapo.tasks import EMBEDDED_TASKS, Task
 from vapo.tasks.knights_knaves import KnightsKnaves
 from vapo.tasks.math import boxed_answer, final_answer, math_verifier
 from vapo.tasks.reasoning_gym import ReasoningGym, gym_verifier
@@ -17,6 +17,7 @@ from vapo.tasks.worker import Verifier, VerifierPool
 
 GYM = "reasoning-gym:"
 MATH = "math"
+GIVEN = f'{MATH} or "file.py:function"'
 
 
 def load(name: str, *, reward: str, reward_timeout: float, split: str) -> Task:
@@ -33,50 +34,38 @@ def load(name: str, *, reward: str, reward_timeout: float, split: str) -> Task:
     )
 
 
-class Rewarded:
-    """An embedded task with another verifier than its own."""
-
-    def __init__(self, task: EmbeddedTask, verifier: VerifierPool) -> None:
-        self.name, self.tokenizer = task.name, task.tokenizer
-        self.problems, self.demonstration, self.final_answer = task.problems, task.demonstration, task.final_answer
-        self.state_dict, self.load_state_dict = task.state_dict, task.load_state_dict
-        self._verifier = verifier
-
-    def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
-        """Score responses by the other verifier."""
-        return self._verifier.score(problems, responses)
-
-
 def _embedded(name: str, reward: str, timeout: float) -> Task:
-    is_users = reward == MATH or ":" in reward
+    build = _builder(reward)
+    own = "" if build else reward
     if name == KnightsKnaves.name:
-        task = KnightsKnaves() if is_users or not reward else KnightsKnaves(reward)
-    elif is_users or not reward:
-        task = RunningTotal()
+        task = KnightsKnaves(own) if own else KnightsKnaves()
+    elif own:
+        raise ValueError(f"reward of {name} must be {GIVEN}; got {reward!r}")
     else:
-        raise ValueError(f'reward of {name} must be {MATH} or "file.py:function"; got {reward!r}')
-    return Rewarded(task, VerifierPool(_builder(reward), timeout=timeout)) if is_users else task
+        task = RunningTotal()
+    if build:
+        task.score = VerifierPool(build, timeout=timeout).score
+    return task
 
 
 def _gym(name: str, reward: str, timeout: float) -> Task:
-    if reward == MATH or ":" in reward:
-        build = _builder(reward, columns=("question", "answer", "metadata"))
-    else:
-        build = partial(gym_verifier, name.removeprefix(GYM), reward)
+    build = _builder(reward, ("question", "answer", "metadata")) or partial(
+        gym_verifier, name.removeprefix(GYM), reward
+    )
     return ReasoningGym(name, VerifierPool(build, timeout=timeout))
 
 
 def _rows(name: str, reward: str, timeout: float, split: str) -> Task:
     problems = read_problems([Path(path) for path in name.split(",")], needs_answer=reward == MATH)
-    columns = {column for problem in problems for column in problem.row}
-    verifier = VerifierPool(_builder(reward, columns), timeout=timeout)
-    return Rows(name, problems, verifier, vote=final_answer if reward == MATH else boxed_answer, split=split)
+    build = _builder(reward, {column for problem in problems for column in problem.row})
+    if build is None:
+        raise ValueError(f"reward must be {GIVEN}; got {reward!r}")
+    vote = final_answer if reward == MATH else boxed_answer
+    return Rows(name, problems, VerifierPool(build, timeout=timeout), vote=vote, split=split)
 
 
-def _builder(reward: str, columns: Iterable[str] = ()) -> Callable[[], Verifier]:
-    """What builds the verifier in its process."""
+def _builder(reward: str, columns: Iterable[str] = ()) -> Callable[[], Verifier] | None:
+    """What builds a verifier that is of no task: math, or the user's function; None for any other reward."""
     if reward == MATH:
         return math_verifier
-    if ":" in reward:
-        return partial(load_reward_function, reward, tuple(columns))
-    raise ValueError(f'reward must be {MATH} or "file.py:function"; got {reward!r}')
+    return partial(load_reward_function, reward, tuple(columns)) if ":" in reward else None

@@ -23,7 +23,7 @@ def math_verifier() -> Verifier:
         import math_verify
     except ImportError as error:
         raise ValueError(f"reward 'math' needs math-verify: pip install 'vapo[tasks]' ({error})") from error
-    # It warns that its own time limits are off. They need the main thread; the worker's do not.
+    # It warns that its own time limits are off; the pool's hold instead.
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
     return Verifier(score)
 
@@ -39,7 +39,7 @@ def score(problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict
 
 
 def final_answer(response: str) -> str | None:
-    """Return what stands in the last ``\\boxed{}``, or else the last number without thousands separators.
+    """Return the content of the last ``\\boxed{}``, or else the last number without thousands separators.
 
     Example:
         >>> final_answer("x = 3, so \\\\boxed{\\\\frac{1}{2}}"), final_answer("They pay $1,234.50 in all.")
@@ -53,7 +53,7 @@ def final_answer(response: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return what stands in the last ``\\boxed{}``; None if there is none or it is not closed."""
+    """Return the content of the last ``\\boxed{}``; None if there is none or it is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -66,7 +66,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def reference_answer(answer: str) -> str:
-    """Return the answer within a column that may hold a worked solution: boxed, after ``####``, or all of it.
+    """Return the answer from a column that may hold a worked solution: boxed, after ``####``, or all of it.
 
     Example:
         >>> reference_answer("2 + 2 = 4, so #### 4"), reference_answer("3/4")

@@ -1,4 +1,4 @@
-"""Tasks ``reasoning-gym:<dataset>``: problems that reasoning-gym makes without end, and its verifiers."""
+"""Tasks ``reasoning-gym:<dataset>``: problems that reasoning-gym generates, and its verifiers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from vapo.tasks import Problem, Verdict
-from vapo.tasks.split import draw_problems
+from vapo.tasks import ISLANDER_REWARDS, Problem, Verdict
+from vapo.tasks.split import GeneratedTask
 from vapo.tasks.worker import Verifier, VerifierPool
 
 KNIGHTS_KNAVES = "knights_knaves"
-KNIGHTS_KNAVES_REWARDS = ("all-right", "per-islander")
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ROLE = re.compile(r"(\w+) is (?:an? )?(\w+)")
 
 
-class ReasoningGym:
-    """One dataset of reasoning-gym, with its own settings as they come.
+class ReasoningGym(GeneratedTask):
+    """One dataset of reasoning-gym, with its default settings.
 
-    A problem's ``row`` is the dataset's entry: question, answer and metadata. A few datasets (codeio, knight_swap,
-    isomorphic_strings, polynomial_multiplication, ransom_note) depend on Python's hash seed too: set PYTHONHASHSEED to
-    repeat a run with them, and for one on several ranks.
+    A problem's ``row`` is the dataset's entry: question, answer and metadata. Five datasets (codeio, knight_swap,
+    isomorphic_strings, polynomial_multiplication, ransom_note) also depend on Python's hash seed: with them, set
+    PYTHONHASHSEED for a run that can be repeated, or that has several ranks.
     """
 
     def __init__(self, name: str, verifier: VerifierPool) -> None:
-        """Take up a dataset.
+        """Check that the dataset exists.
 
         Args:
             name: "reasoning-gym:<dataset>".
-            verifier: Scores the responses, by :func:`gym_verifier` or by a user's function.
+            verifier: Runs :func:`gym_verifier` or a user's function.
 
         Raises:
             ValueError: If reasoning-gym is not installed or has no such dataset.
@@ -39,19 +38,6 @@ class ReasoningGym:
         self.name, self._verifier = name, verifier
         self._dataset = name.partition(":")[2]
         _create(self._dataset, seed=0)
-
-    def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
-        """Draw problems from one side of a split that depends on the prompt alone.
-
-        Args:
-            count: How many, at least 0. Held-out problems are all different; the others may repeat.
-            rng: Source of randomness.
-            held_out: Draw from the eighth of all prompts that training never sees.
-
-        Raises:
-            ValueError: If ``count`` is negative, or the dataset has no more different problems.
-        """
-        return draw_problems(self._draw, count, rng, held_out=held_out)
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
         """Score responses by the dataset's verifier; one is correct only at score 1."""
@@ -61,14 +47,7 @@ class ReasoningGym:
         """Return what stands between the last ``<answer>`` and ``</answer>``, or else the last line."""
         return final_answer(response)
 
-    def state_dict(self) -> dict:
-        """Return nothing: the draws depend on ``rng`` alone."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take nothing up."""
-
-    def _draw(self, rng: random.Random) -> Problem:
+    def _generate(self, rng: random.Random) -> Problem:
         # A dataset of its own for each problem: not all can be indexed beyond their size.
         entry = _create(self._dataset, seed=rng.getrandbits(31))[0]
         prompt = [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}]
@@ -81,13 +60,13 @@ def gym_verifier(dataset: str, reward: str = "") -> Verifier:
 
     Args:
         dataset: Its name in reasoning-gym.
-        reward: "" is the dataset's own score. For ``knights_knaves`` it stands for "all-right", 1 or 0; the other is
+        reward: "" is the dataset's own score; for ``knights_knaves`` it means "all-right", 1 or 0, and there is
             "per-islander", the share of islanders that are right.
 
     Raises:
         ValueError: If there is no such dataset or reward.
     """
-    rewards = KNIGHTS_KNAVES_REWARDS if dataset == KNIGHTS_KNAVES else ()
+    rewards = ISLANDER_REWARDS if dataset == KNIGHTS_KNAVES else ()
     if reward and reward not in rewards:
         names = ", ".join((*rewards, "math")) + ' or "file.py:function"'
         raise ValueError(f"reward of reasoning-gym:{dataset} must be {names}; got {reward!r}")
@@ -109,7 +88,7 @@ def final_answer(response: str) -> str | None:
 
 
 def islanders_right(answer: str, reference: str) -> float:
-    """Return the share of islanders whose role is stated, once or more but without contradiction, and right.
+    """Return the share of islanders whose stated role is right; one with contradictory statements counts as wrong.
 
     Example:
         >>> islanders_right("Jack is a knave and Noah is a knave", "Jack is a knight, and Noah is a knave.")

@@ -1,13 +1,13 @@
-"""Reward functions out of a user's file, called as verl or TRL call them, or by completion and answer.
+"""Reward functions from a user's file, called as verl or TRL call them, or with completion and answer.
 
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response
     f(prompts, completions, **columns)                                     TRL's: all responses at once
     reward(completion, answer, **row)                                      one response
 
-Which of them a function is, the names of its parameters tell. It returns a finite number, and then a response is
-correct where the score is at least 1; or a dict with ``score`` and ``is_correct``, or verl's ``acc``. In TRL's form it
-returns a list of these, and completions are text, or messages where the prompts are messages. In the other two forms a
-response is text.
+The names of its parameters tell which form a function has. It returns a finite number, and a response is correct if
+that is at least 1; or a dict with ``score`` and ``is_correct``, or verl's ``acc``. In TRL's form it returns a list of
+these, and completions are text, or messages where the prompts are messages. In the other two forms a response is text,
+and as many are scored at once as there are cores.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FORMS = (
 
 
 def load_reward_function(reference: str, columns: Sequence[str] = ()) -> Verifier:
-    """Import a function and see how it wants to be called.
+    """Import a function and find out its form.
 
     Args:
         reference: "file.py:function".
         columns: Names of the data's columns, which the function may ask for.
 
     Raises:
-        ValueError: If there is no such file or function, its parameters are of no known form, or it needs a column that
-            the data lacks.
+        ValueError: If there is no such file or function, its form is unknown, or it needs a column that the data
+            lacks.
     """
     path, _, name = reference.rpartition(":")
     function = getattr(_import(Path(path), reference), name, None)
@@ -62,7 +62,7 @@ def load_reward_function(reference: str, columns: Sequence[str] = ()) -> Verifie
 
 
 def to_verdict(result: object) -> Verdict:
-    """Read what a reward function returned.
+    """Convert what a reward function returned.
 
     Raises:
         TypeError: If it is neither a number nor a dict with ``score``.
@@ -104,7 +104,7 @@ def _required(function: Callable) -> set[str]:
 
 
 def _call(function: Callable, arguments: dict[str, object]) -> object:
-    """Call with those arguments that the function takes."""
+    """Call the function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**arguments)
@@ -112,7 +112,7 @@ def _call(function: Callable, arguments: dict[str, object]) -> object:
 
 
 def _one_by_one(arguments: Callable[[Problem, str], dict[str, object]]) -> Callable:
-    """A batch's verdicts from a function that scores one response, called with ``arguments``."""
+    """Score a batch by a function of one response, called with ``arguments``."""
 
     def score(function: Callable, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
         pairs = zip(problems, responses, strict=True)

@@ -1,9 +1,9 @@
-"""Tasks out of files: JSONL or Parquet, a row a problem, in verl's or TRL's form.
+"""Tasks from files: JSONL or Parquet, one problem a row, in verl's or TRL's form.
 
     verl  {"data_source": …, "prompt": [messages], "reward_model": {"ground_truth": …}, "extra_info": {…}}
     TRL   {"prompt": text or [messages], "answer" or "solution" or "ground_truth": …, any other columns}
 
-A message is ``{"role": …, "content": …}``. Files are read whole and checked before anything else happens.
+A message is ``{"role": …, "content": …}``. All rows are read and checked before anything else happens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SPLITS = ("eighth", "train", "held-out")
 
 
 class Rows:
-    """Problems out of files.
+    """Problems from files.
 
-    Training draws them without replacement, epoch after epoch. Held out are, of n different prompts, the max(1, n // 8)
-    of lowest CRC-32, with all rows that repeat them.
+    Training samples them without replacement, epoch after epoch. Of n different prompts, the max(1, n // 8) with the
+    lowest CRC-32 are held out, with all rows that repeat them.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Rows:
         vote: Callable[[str], str | None],
         split: str = "eighth",
     ) -> None:
-        """Divide the problems.
+        """Split the problems.
 
         Args:
             name: The files' names.
             problems: All of them, from :func:`read_problems`.
             verifier: Scores the responses.
-            vote: Finds the answer that a vote among responses compares.
-            split: What is held out: an "eighth"; nothing, where "train"; everything, where "held-out".
+            vote: Extracts the answer that a vote among responses compares.
+            split: What is held out: an "eighth" of the prompts; "train": none; "held-out": all.
 
         Raises:
-            ValueError: If ``split`` is unknown, or there are too few different prompts to divide.
+            ValueError: If ``split`` is unknown, or there are too few different prompts to split.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
@@ -68,15 +68,15 @@ class Rows:
         self._epoch_seed, self._position, self._order = 0, len(self._train), []
 
     def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
-        """Draw problems, of those held out at most as many as there are.
+        """Sample problems; of held-out ones, at most as many as there are.
 
         Args:
             count: How many, at least 0. Held-out problems are all different.
-            rng: Source of randomness: of each epoch's order, or of the choice among the held-out.
-            held_out: Draw from those that training never sees.
+            rng: Source of randomness: orders each epoch, or chooses among the held-out problems.
+            held_out: Sample from the problems that training never sees.
 
         Raises:
-            ValueError: If ``count`` is negative, or there is no problem on that side.
+            ValueError: If ``count`` is negative, or that side has no problem.
         """
         side = self._held_out if held_out else self._train
         if count < 0 or not side:
@@ -86,15 +86,15 @@ class Rows:
         return [self._next(rng) for _ in range(count)]
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
-        """Score responses by the reward."""
+        """Score responses by the verifier."""
         return self._verifier.score(problems, responses)
 
     def state_dict(self) -> dict:
-        """Return the epoch's seed, how many of its rows have been drawn, and what tells these data from others."""
+        """Return the epoch's seed, the position in the epoch, and a checksum of the prompts."""
         return {"crc32": self._crc32, "epoch_seed": self._epoch_seed, "position": self._position}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from where :meth:`state_dict` stood.
+        """Continue from a position that :meth:`state_dict` returned.
 
         Raises:
             ValueError: If the data have changed since.
@@ -121,11 +121,11 @@ def read_problems(paths: Sequence[Path], *, needs_answer: bool) -> list[Problem]
 
     Args:
         paths: Each ends in .parquet or .jsonl.
-        needs_answer: Refuse rows without an answer. Else their answer is empty, but no row may lack what the first has.
+        needs_answer: Refuse rows without an answer. Otherwise it is empty, but once a row has one, all later ones must.
 
     Raises:
-        ValueError: If a file is missing or not what its name says, or a row is malformed: the message names the file
-            and the row (in JSONL, the line), counted from 1.
+        ValueError: If a file is missing or of another format than its name says, or a row is malformed. The message
+            names the file and the row (in JSONL, the line), counted from 1.
     """
     problems = []
     for path in paths:
@@ -142,15 +142,15 @@ def read_problems(paths: Sequence[Path], *, needs_answer: bool) -> list[Problem]
 
 
 def to_problem(row: object, *, data_source: str, needs_answer: bool = True) -> Problem:
-    """Make a problem of a row in verl's or TRL's form.
+    """Convert a row in verl's or TRL's form to a problem.
 
     Args:
         row: Values by column.
-        data_source: For a row that does not name its own.
+        data_source: Used where the row has none.
         needs_answer: Refuse a row without an answer.
 
     Raises:
-        ValueError: If something is missing or of a wrong kind; the message says what was expected.
+        ValueError: If something is missing or of a wrong type; the message says what was expected.
 
     Example:
         >>> to_problem({"prompt": "1 + 1?", "answer": 2}, data_source="sums").answer

@@ -4,8 +4,8 @@
     response   7 -1 -1 +3 _ _ _ _ = 6 -1 +3 _ _ _ _ _ = 5 +3 _ _ _ _ _ _ = 8 _ _ _ _ _ _ _ # 8 <eos>
 
 Every step rewrites the tape of eight cells with the first term applied, and the answer follows ``#``. A response may
-give up after any step and guess. A policy that imitates such responses knows how to reason to the end but rarely does:
-what is left for reinforcement learning is to find out that reasoning pays.
+give up after any step and guess. A policy that imitates such responses can reason to the end but rarely does:
+reinforcement learning has to find out that reasoning pays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 
 from vapo.tasks import Problem, Verdict
-from vapo.tasks.split import draw_problems
+from vapo.tasks.split import GeneratedTask
 from vapo.tasks.words import EOS, word_tokenizer
 
 CELLS = 8
@@ -25,40 +25,28 @@ BLANK, STEP, ANSWER = "_", "=", "#"
 WORDS = (*DIGITS, *TERMS, BLANK, STEP, ANSWER)
 
 
-class RunningTotal:
-    """The task ``running-total``: prompts, demonstrations, verifier and tokenizer."""
+class RunningTotal(GeneratedTask):
+    """The task ``running-total``: prompts, demonstrations, verifier and tokenizer.
+
+    Example:
+        >>> RunningTotal().problems(1, random.Random(0))[0].prompt
+        '6 +1 +3 -2 -1 -1 _ _ ='
+    """
 
     name = "running-total"
+    num_held_out = 4000
 
     def __init__(self) -> None:
         self.tokenizer = word_tokenizer(WORDS)
-
-    def problems(self, count: int, rng: random.Random, *, held_out: bool = False) -> list[Problem]:
-        """Draw problems from one side of a split that depends on the prompt alone.
-
-        Args:
-            count: How many, at least 0. Held-out problems are all different; the others may repeat.
-            rng: Source of randomness.
-            held_out: Draw from the eighth of all prompts that training never sees.
-
-        Raises:
-            ValueError: If ``count`` is negative, or larger than the 4000 different problems that may be held out.
-
-        Example:
-            >>> task = RunningTotal()
-            >>> task.problems(1, random.Random(0))[0].prompt
-            '6 +1 +3 -2 -1 -1 _ _ ='
-        """
-        return draw_problems(_draw, count, rng, held_out=held_out, num_held_out=4000)
 
     def demonstration(self, problem: Problem, rng: random.Random, *, give_up: float = 0.0, error: float = 0.0) -> str:
         """Write a response to ``problem``, the end-of-sequence token included.
 
         Args:
-            problem: What is answered.
+            problem: The problem to answer.
             rng: Source of randomness.
-            give_up: Probability, before each step, of guessing a digit instead of going on.
-            error: Probability, at each step, of writing a wrong running total and going on from it.
+            give_up: Probability, before each step, of guessing a digit and ending there.
+            error: Probability, at each step, of writing a wrong running total and continuing from it.
 
         Example:
             >>> task = RunningTotal()
@@ -96,21 +84,13 @@ class RunningTotal:
         words = response.split()
         return words[-1] if words[-2:-1] == [ANSWER] else None
 
-    def state_dict(self) -> dict:
-        """Return nothing: the draws depend on ``rng`` alone."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take nothing up."""
-
-
-def _draw(rng: random.Random) -> Problem:
-    num_terms = rng.randint(MIN_TERMS, CELLS) - 1
-    first, terms = rng.choice(DIGITS), [rng.choice(TERMS) for _ in range(num_terms)]
-    answer = first
-    for term in terms:
-        answer = _add(answer, term)
-    return Problem(" ".join([*_tape([first, *terms]), STEP]), answer)
+    def _generate(self, rng: random.Random) -> Problem:
+        num_terms = rng.randint(MIN_TERMS, CELLS) - 1
+        first, terms = rng.choice(DIGITS), [rng.choice(TERMS) for _ in range(num_terms)]
+        answer = first
+        for term in terms:
+            answer = _add(answer, term)
+        return Problem(" ".join([*_tape([first, *terms]), STEP]), answer)
 
 
 def _add(total: str, term: str) -> str:

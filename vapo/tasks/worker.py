@@ -131,7 +131,7 @@ class _Worker:
 
     Attributes:
         answer: What came of the request: the verifier's results or, as a text, what went wrong; None until it is known.
-        deadline: When it is known at the latest that nothing came, on the monotonic clock.
+        deadline: Until when to wait for a message, on the monotonic clock.
     """
 
     def __init__(self, build: Callable[[], Verifier], timeout: float) -> None:
@@ -146,14 +146,14 @@ class _Worker:
         self.go_on(None)
 
     def go_on(self, has_come: bool | None) -> None:
-        """Take what has come, or the time that has run out, and go on to the next wait or the answer."""
+        """Continue after a message has come or the time has run out: to the next wait or to the answer."""
         try:
             self.deadline = time.monotonic() + self._steps.send(has_come)
         except StopIteration as end:
             self.answer, self.deadline = end.value, 0.0
 
     def _answered(self, request: Request) -> Generator[float, bool | None, Answer]:
-        """Yield how many seconds to wait, be sent whether something has come, and return the answer."""
+        """Yield how many seconds to wait, receive whether a message has come, and return the answer."""
         when = ""
         try:
             if self._process is None or self._process.poll() is not None:
@@ -206,7 +206,7 @@ class _Worker:
         if self._process is not None:
             self.connection.close()
 
-    def end(self, seconds: float = 0.0) -> None:
+    def end(self, seconds: float) -> None:
         """Wait for the process to end, and end what is left of it and of what it started."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
