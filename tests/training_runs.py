@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+import vapo.trainer
+from vapo.config import Config
+from vapo.record.live_view import Progress
+from vapo.record.run_log import RunLog
 from vapo.tasks import Verdict
 from vapo.tasks.running_total import RunningTotal
 
@@ -30,11 +37,33 @@ def make_lively(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("vapo.record.run_log.write_curves", lambda folder: None)
 
 
+class Run(NamedTuple):
+    """A run that ended: its folder, what `train` returned, its progress, and what it printed, in one line."""
+
+    folder: Path
+    after: dict[str, float]
+    progress: Progress
+    printed: str
+
+
+def run(config: Config, folder: Path, **arguments: Any) -> Run:
+    """Train as `train` does."""
+    logs: list[RunLog] = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr(vapo.trainer, "RunLog", lambda *a, **k: logs.append(RunLog(*a, **k)) or logs[0])
+        after = vapo.trainer.train(config, folder, **arguments)
+    return Run(folder, after, logs[0].progress, " ".join(output.getvalue().split()))
+
+
 def options(settings: dict) -> list[str]:
     """Settings as they are given on the command line."""
     words = []
     for name, value in settings.items():
-        words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", *(value if isinstance(value, tuple) else [str(value)])]
     return words
 
 
@@ -45,10 +74,19 @@ def score(self, problems, responses) -> list[Verdict]:
     return [Verdict(float(number % 3), number % 2 == 0) for number in numbers]
 
 
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The records in a file of a run."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
 def lines_without_times(folder: Path) -> list[dict]:
     """The lines of ``metrics.jsonl`` without what differs from run to run."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in each.items() if not k.startswith(("timing_s/", "perf/"))} for each in records]
+    return [{k: v for k, v in each.items() if not k.startswith(("timing_s/", "perf/"))} for each in lines(folder)]
+
+
+def phases_and_steps(folder: Path) -> list[tuple[str, int]]:
+    """Phase and step of each line of ``metrics.jsonl``."""
+    return [(line["phase"], line["step"]) for line in lines(folder)]
 
 
 def result(folder: Path) -> dict[str, object]:

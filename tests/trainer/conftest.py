@@ -64,7 +64,7 @@ def lively_runs():
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_config(small_settings):
     return Config(**small_settings)
 

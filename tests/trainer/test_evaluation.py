@@ -1,16 +1,22 @@
-"""avg@k, pass@j, maj@k and greedy accuracy: by hand, against brute force, and through real sampling."""
+"""avg@k, pass@j, maj@k and greedy accuracy: by hand, by brute force, by real sampling; then ``vapo evaluate``."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from training_runs import lines
 
-from vapo.evaluation import accuracy_figures, evaluate, majority_is_correct, mean_figures, pass_at
+import vapo.evaluation
+from vapo.cli import main
+from vapo.config import Config
+from vapo.evaluation import accuracy_figures, evaluate, evaluate_model, majority_is_correct, mean_figures, pass_at
 from vapo.rollout.sampling import Sampling
 from vapo.tasks import Problem, Verdict
+from vapo.trainer import train
 
 
 class FirstWord:
@@ -44,9 +50,28 @@ def one_word_policy(policy, task):
     return policy
 
 
-def run(policy, task, verifier, problems, sampling, samples=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return evaluate(policy, task.tokenizer, verifier, problems, sampling=sampling, samples=samples, generator=generator)
+@pytest.fixture
+def problems(task):
+    """Function that gives so many held-out problems, with a letter each for their data sources, if there are any."""
+
+    def draw(count, sources=None):
+        drawn = task.problems(count, random.Random(0), held_out=True)
+        return [Problem(each.prompt, "", source) for each, source in zip(drawn, sources or [""] * count, strict=True)]
+
+    return draw
+
+
+@pytest.fixture
+def answer(task, sampling):
+    """Function that evaluates a policy; the verifier accepts "#" as the first word."""
+
+    def evaluated(policy, problems, samples=1, *, verifier=None, seed=0, **changes):
+        settings = {"samples": samples, "sampling": replace(sampling, **changes)}
+        generator = torch.Generator().manual_seed(seed)
+        verifier = verifier or FirstWord("#")
+        return evaluate(policy, task.tokenizer, verifier, problems, generator=generator, **settings)
+
+    return evaluated
 
 
 def test_pass_at_equals_the_share_of_all_draws_with_a_correct_one():
@@ -120,18 +145,15 @@ def test_means_by_data_source():
     )
 
 
-def test_greedy_and_sampled_are_told_apart(one_word_policy, task, sampling):
-    problems = task.problems(40, random.Random(0), held_out=True)
-    metrics = run(one_word_policy, task, FirstWord("#"), problems, sampling)
+def test_greedy_and_sampled_are_told_apart(one_word_policy, problems, answer):
+    metrics = answer(one_word_policy, problems(40))
     assert metrics["val/accuracy_greedy"] == 1
     assert 0 < metrics["val/accuracy_sampled"] < 1
     assert "val/maj@1" not in metrics and "val/pass@1" not in metrics
 
 
-def test_several_samples(one_word_policy, task, sampling):
-    problems = task.problems(40, random.Random(0), held_out=True)
-    sampling = replace(sampling, max_new_tokens=200)
-    metrics = run(one_word_policy, task, FirstWord("#"), problems, sampling, samples=8)
+def test_several_samples(one_word_policy, task, problems, answer):
+    metrics = answer(one_word_policy, problems(40), 8, max_new_tokens=200)
     # "#" has e³ of the 19 + e² + e³ parts of probability after "=", where 19 words are left.
     share = torch.tensor([3.0, 2.0] + [0.0] * (len(task.tokenizer) - 2)).softmax(0)[0].item()
     assert metrics["val/accuracy_sampled"] == pytest.approx(share, abs=4 * (share * (1 - share) / 320) ** 0.5)
@@ -139,43 +161,35 @@ def test_several_samples(one_word_policy, task, sampling):
     passes = [metrics[name] for name in ("val/accuracy_sampled", "val/pass@2", "val/pass@4", "val/pass@8")]
     assert passes == sorted(passes)
     assert metrics["val/maj@8"] > metrics["val/accuracy_sampled"]
-    assert metrics == run(one_word_policy, task, FirstWord("#"), problems, sampling, samples=8)
-    assert metrics != run(one_word_policy, task, FirstWord("#"), problems, sampling, samples=8, seed=1)
+    assert metrics == answer(one_word_policy, problems(40), 8, max_new_tokens=200)
+    assert metrics != answer(one_word_policy, problems(40), 8, max_new_tokens=200, seed=1)
 
 
-def test_what_the_limit_cuts_is_counted_and_has_no_vote(policy, task, sampling):
-    problems = task.problems(5, random.Random(0), held_out=True)
+def test_what_the_limit_cuts_is_counted_and_has_no_vote(policy, task, problems, answer):
     # The likeliest token is the first, for ever: no response ends before the limit.
     logits = torch.nn.functional.one_hot(torch.tensor(0), len(task.tokenizer)) * 1e4
     policy.forward = lambda input_ids, **_: SimpleNamespace(logits=logits.expand(*input_ids.shape, -1))
-    word = task.tokenizer.decode([0])
-    metrics = run(policy, task, FirstWord(word), problems, sampling, samples=2)
+    metrics = answer(policy, problems(5), 2, verifier=FirstWord(task.tokenizer.decode([0])))
     expected = {"accuracy_sampled": 0, "pass@2": 0, "maj@2": 0, "accuracy_greedy": 0, "response_length": 6}
     assert metrics == {f"val/{name}": value for name, value in expected.items()} | {"val/truncated": 1, "val/errors": 0}
 
 
-def test_each_data_source_apart(one_word_policy, task, sampling):
-    texts = [problem.prompt for problem in task.problems(6, random.Random(0), held_out=True)]
-    problems = [Problem(text, "", source) for text, source in zip(texts, "aabbbb", strict=True)]
-    metrics = run(one_word_policy, task, FirstWord("#"), problems, sampling, samples=2)
+def test_each_data_source_apart(one_word_policy, problems, answer):
+    metrics = answer(one_word_policy, problems(6, "aabbbb"), 2)
     for name in ("accuracy_sampled", "pass@2", "maj@2", "response_length", "truncated", "accuracy_greedy"):
         mean = (2 * metrics[f"val/a/{name}"] + 4 * metrics[f"val/b/{name}"]) / 6
         assert metrics[f"val/{name}"] == pytest.approx(mean)
 
 
-def test_failures_of_the_verifier_are_counted(one_word_policy, task, sampling):
-    problems = task.problems(3, random.Random(0), held_out=True)
-    metrics = run(one_word_policy, task, FirstWord("#", error="Traceback"), problems, sampling, samples=2)
-    # What the limit cut is not shown to the verifier.
+def test_failures_of_the_verifier_are_counted(one_word_policy, problems, answer):
+    metrics = answer(one_word_policy, problems(3), 2, verifier=FirstWord("#", error="Traceback"))
+    # The verifier is not shown what the limit cut.
     assert metrics["val/errors"] == pytest.approx(6 * (1 - metrics["val/truncated"]) + 3)
     assert metrics["val/accuracy_sampled"] == metrics["val/accuracy_greedy"] == 0
 
 
-def test_ranks_share_the_problems(one_word_policy, task, sampling, monkeypatch):
+def test_ranks_share_the_problems(one_word_policy, problems, answer, monkeypatch):
     """Two ranks, one after the other: what each would send is put together as the gather would."""
-    texts = [problem.prompt for problem in task.problems(5, random.Random(0), held_out=True)]
-    problems = [Problem(text, "", source) for text, source in zip(texts, "aabbb", strict=True)]
-    verifier = FirstWord("#")
     sent = []
     monkeypatch.setattr("vapo.evaluation.world_size", lambda: 2)
 
@@ -186,7 +200,7 @@ def test_ranks_share_the_problems(one_word_policy, task, sampling, monkeypatch):
     monkeypatch.setattr("vapo.evaluation.gather_over_ranks", gather)
     for number in range(2):
         monkeypatch.setattr("vapo.evaluation.rank", lambda number=number: number)
-        metrics = run(one_word_policy, task, verifier, problems, sampling)
+        metrics = answer(one_word_policy, problems(5, "aabbb"))
     assert [len(rows) for rows in sent] == [3, 2]
     # Rank 0 had problems 0, 2 and 4.
     length = torch.cat([sent[0][:, 2], sent[1][:, 2]])[[0, 3, 1, 4, 2]]
@@ -194,15 +208,168 @@ def test_ranks_share_the_problems(one_word_policy, task, sampling, monkeypatch):
     assert metrics["val/b/response_length"] == pytest.approx(length[2:].mean().item())
 
 
-def test_rejects_bad_input(policy, task, sampling, monkeypatch):
-    problems = task.problems(1, random.Random(0), held_out=True)
-    with pytest.raises(ValueError, match="problems must be at least 1 for each of 1 ranks; got 0"):
-        run(policy, task, task, [], sampling)
-    with pytest.raises(ValueError, match="samples must be >= 1; got 0"):
-        run(policy, task, task, problems, sampling, samples=0)
-    greedy = replace(sampling, temperature=0.0)
-    with pytest.raises(ValueError, match=r"sampling.temperature must be > 0 in evaluation; got 0\.0"):
-        run(policy, task, task, problems, greedy)
-    monkeypatch.setattr("vapo.evaluation.world_size", lambda: 2)
-    with pytest.raises(ValueError, match="for each of 2 ranks; got 1"):
-        run(policy, task, task, problems, sampling)
+@pytest.mark.parametrize(
+    ("num_problems", "samples", "changes", "num_ranks", "message"),
+    [
+        (0, 1, {}, 1, "problems must be at least 1 for each of 1 ranks; got 0"),
+        (1, 1, {}, 2, "problems must be at least 1 for each of 2 ranks; got 1"),
+        (1, 0, {}, 1, "samples must be >= 1; got 0"),
+        (1, 1, {"temperature": 0.0}, 1, r"sampling.temperature must be > 0 in evaluation; got 0\.0"),
+    ],
+)
+def test_rejects_bad_input(policy, problems, answer, monkeypatch, num_problems, samples, changes, num_ranks, message):
+    monkeypatch.setattr("vapo.evaluation.world_size", lambda: num_ranks)
+    with pytest.raises(ValueError, match=message):
+        answer(policy, problems(num_problems), samples, **changes)
+
+
+RUN = {
+    "warm_start_steps": 60,
+    "warm_start_batch": 16,
+    "give_up": 0.9,
+    "value_pretraining": False,
+    "steps": 1,
+    "num_prompts": 2,
+    "group_size": 2,
+    "mini_batches": 1,
+    "max_new_tokens": 30,
+    "eval_problems": 16,
+    "eval_samples": 4,
+    "eval_top_p": 0.9,
+    "threads": 1,
+    "device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a run whose policy has learned, by its warm start, to answer at times."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(Config(**RUN), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def last_evaluation(folder):
+    """The held-out numbers in the last line of the run's metrics."""
+    return {name: value for name, value in lines(folder)[-1].items() if name.startswith("val/")}
+
+
+def test_a_runs_last_evaluation_is_said_again(folder, last_evaluation, capsys):
+    assert 0 < last_evaluation["val/accuracy_sampled"] < 1
+    assert evaluate_model(str(folder)) == last_evaluation
+    # A model alone is told what a run says of itself.
+    settings = {name: RUN[name] for name in ("eval_problems", "eval_samples", "eval_top_p", "max_new_tokens", "device")}
+    assert evaluate_model(str(folder / "policy"), task="running-total", **settings) == last_evaluation
+    assert main(["evaluate", str(folder)]) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert {name: float(value) for name, value in printed.items()} == pytest.approx(last_evaluation, rel=1e-3)
+
+
+def test_another_seed_samples_other_responses(folder, last_evaluation):
+    other = evaluate_model(str(folder), seed=1)
+    assert other != last_evaluation == evaluate_model(str(folder), seed=0)
+    assert other["val/accuracy_greedy"] == last_evaluation["val/accuracy_greedy"]
+
+
+def test_settings_are_those_of_the_run_or_those_that_are_given(folder, monkeypatch):
+    def settings_used(**given):
+        seen = {}
+
+        def record(policy, tokenizer, task, problems, *, sampling, samples, generator):
+            logits = policy(input_ids=torch.tensor([[5, 9]])).logits
+            names = ("max_new_tokens", "temperature", "top_p", "top_k", "engine", "batch_size")
+            seen.update({name: getattr(sampling, name) for name in names}, samples=samples, dtype=logits.dtype)
+            seen.update(num_problems=len(problems), attention=policy.config._attn_implementation)
+            return {}
+
+        monkeypatch.setattr(vapo.evaluation, "evaluate", record)
+        evaluate_model(str(folder), **given)
+        return seen
+
+    of_the_run = settings_used()
+    assert of_the_run == {
+        "max_new_tokens": 30,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 0,
+        "engine": "loop",
+        "batch_size": 0,
+        "samples": 4,
+        "num_problems": 16,
+        "attention": "sdpa",
+        "dtype": torch.float32,
+    }
+    given = {"max_new_tokens": 9, "temperature": 0.5, "engine": "transformers", "attention": "eager"}
+    renamed = {"eval_top_p": 0.7, "eval_samples": 3, "eval_problems": 5, "rollout_batch_size": 8}
+    changed = {"top_p": 0.7, "samples": 3, "num_problems": 5, "batch_size": 8}
+    assert settings_used(**given, **renamed) == of_the_run | given | changed
+    assert settings_used(dtype="bfloat16") == of_the_run | {"dtype": torch.bfloat16}
+
+
+def test_a_run_without_its_policy_is_none_yet(folder, tmp_path, capsys):
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    message = f"a run must have ended with its policy/ to be evaluated; got {tmp_path}, which has none yet"
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"vapo: {message}\n")
+
+
+@pytest.fixture
+def loads(folder, tmp_path, monkeypatch):
+    """Function that says which task, and which split of it, is loaded to evaluate a run with other settings."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy").symlink_to(folder / "policy")
+    (tmp_path / "metrics.jsonl").write_text("")
+    saved, loaded = json.loads((folder / "config.json").read_text()), []
+
+    def load_task(name, *, reward, reward_timeout, split):
+        loaded.append((name, split))
+        raise ValueError("enough")
+
+    def loads(changes, **given):
+        (tmp_path / "config.json").write_text(json.dumps(saved | changes))
+        monkeypatch.setattr(vapo.evaluation, "load_task", load_task)
+        with pytest.raises(ValueError, match="enough"):
+            evaluate_model(str(tmp_path), **given)
+        return loaded.pop()
+
+    return loads
+
+
+def test_a_run_that_evaluated_on_another_task_is_evaluated_there(loads):
+    changes = {"task": "train.jsonl", "eval_task": "test.jsonl"}
+    assert loads(changes) == ("test.jsonl", "held-out")
+    assert loads(changes, task="other.jsonl") == ("other.jsonl", "held-out")
+    with pytest.raises(ValueError, match=r"did not train on; got train\.jsonl"):
+        evaluate_model(".", task="train.jsonl")
+
+
+def test_the_files_that_a_run_trained_on_hold_out_their_eighth_by_any_name(tmp_path, loads):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    for name, split in (
+        ("data/a.jsonl,data/b.jsonl", "eighth"),
+        ("./data/a.jsonl,link/../data/b.jsonl", "eighth"),
+        (f"{tmp_path}/data/a.jsonl,link/b.jsonl", "eighth"),
+        ("data/a.jsonl", "held-out"),
+        ("data/a.jsonl,data/c.jsonl", "held-out"),
+    ):
+        assert loads({"task": "data/a.jsonl,data/b.jsonl"}, task=name) == (name, split)
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "message"),
+    [
+        ("policy", {}, "task must be given for a model that is no run; got none for"),
+        (".", {"eval_problems": 0}, "eval_problems must be an integer >= 1; got 0"),
+        (".", {"eval_samples": 0}, "eval_samples must be an integer >= 1; got 0"),
+        (".", {"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
+        (".", {"eval_top_p": 1.5}, r"eval_top_p must be a number in \(0, 1\]; got 1.5"),
+        (".", {"task": "chess"}, "task must be one of "),
+        (".", {"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
+    ],
+)
+def test_bad_settings_are_named(folder, place, given, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_model(str(folder / place), **given)
