@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 
 def weights(model: nn.Module) -> Tensor:
-    """A copy of everything in the model's state."""
-    return torch.cat([each.detach().flatten().clone() for each in model.state_dict().values()])
+    """A copy of every parameter; tied ones once."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def gradient(model: nn.Module) -> Tensor:
