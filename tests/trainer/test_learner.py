@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vectors import weights
 
-from vapo.learning.learner import PHASES, choose_device, make_generators, seed_for
+from vapo.learning.learner import choose_device, make_generators, seed_for
 from vapo.models.load import load_critic, value_head
+from vapo.types import PHASES
 
 CPU = torch.device("cpu")
 
 
 def draws(generators):
-    """A draw of each generator, by its name."""
+    """A random number of each generator, by its name."""
     return {
         "data": generators.data.random(),
         "sampling": torch.rand((), generator=generators.sampling).item(),
@@ -31,25 +33,27 @@ def step(optimizer):
     optimizer.zero_grad()
 
 
-def test_each_phase_has_the_optimisers_of_the_models_that_it_trains(learner_of, small_config):
-    learner = learner_of(small_config)
-    names = {}
-    for phase in PHASES:
-        learner.begin(phase, small_config)
-        names[phase] = set(learner.optimizers)
-    assert names == {"warm_start": {"policy"}, "value_pretraining": {"critic"}, "vapo": {"policy", "critic"}}
+def has_backbone_of(critic, policy):
+    return torch.equal(weights(critic.base_model), weights(policy.base_model))
 
 
-def test_optimisers_have_the_learning_rates_and_the_decay_of_their_phase(learner_of, small_config):
+@pytest.fixture
+def given(small_config, critic, tmp_path):
+    """A config that names a critic, and that critic."""
+    critic.save_pretrained(tmp_path / "given" / "critic")
+    return replace(small_config, critic=str(tmp_path / "given")), critic
+
+
+def test_each_phase_trains_its_models_at_their_learning_rates(learner_of, small_config):
     config = replace(small_config, warm_start_lr=0.1, actor_lr=0.2, critic_lr=0.3, weight_decay=0.4)
-    learner, rates = learner_of(config), {}
+    learner, found = learner_of(config), {}
     for phase in PHASES:
         learner.begin(phase, config)
         for name, optimizer in learner.optimizers.items():
             (group,) = optimizer.param_groups
-            rates[phase, name] = (group["lr"], group["betas"][1], group["weight_decay"])
+            found[phase, name] = (group["lr"], group["betas"][1], group["weight_decay"])
             assert {id(p) for p in group["params"]} == {id(p) for p in learner.models[name].parameters()}
-    assert rates == {
+    assert found == {
         ("warm_start", "policy"): (0.1, 0.98, 0.4),
         ("value_pretraining", "critic"): (0.3, 0.999, 0.4),
         ("vapo", "policy"): (0.2, 0.999, 0.4),
@@ -61,12 +65,13 @@ def test_a_phase_begins_with_fresh_optimisers_and_generators(learner_of, small_c
     learner = learner_of(small_config, "value_pretraining")
     first = draws(learner.generators)
     step(learner.critic_optimizer)
-    learner.step = 7
+    learner.step, critic = 7, weights(learner.critic)
     learner.begin("vapo", small_config)
     assert learner.step == 0
     assert not learner.critic_optimizer.state and not learner.policy_optimizer.state
+    assert torch.equal(weights(learner.critic), critic)
     second = draws(learner.generators)
-    # No rollout of the earlier phase is met again, and the phase is the same however many steps came before it.
+    # No rollout of the earlier phase is repeated, and the phase is the same however many steps came before it.
     assert not first.items() & second.items()
     assert second == draws(learner_of(small_config, "vapo").generators)
     learner.begin("value_pretraining", small_config)
@@ -82,7 +87,7 @@ def test_generators_differ_between_phases_seeds_and_uses(learner_of, small_confi
     assert len(set(seen)) == 3 * 2 * 3
 
 
-def test_ranks_share_data_and_shuffles_and_draw_their_own_samples(monkeypatch):
+def test_ranks_share_data_and_shuffles_and_have_samples_of_their_own(monkeypatch):
     first = draws(make_generators("vapo 0", CPU))
     monkeypatch.setattr("vapo.learning.learner.rank", lambda: 1)
     second = draws(make_generators("vapo 0", CPU))
@@ -114,58 +119,45 @@ def test_is_past_follows_the_order_of_phases(learner_of, small_config):
         ({"advantage_estimator": "group", "kl_weight": 0.1}, {"policy", "reference"}),
     ],
 )
-def test_models_are_those_that_the_run_needs(learner_of, small_config, changes, models):
+def test_models_are_those_that_the_run_needs(learner_of, small_config, tmp_path, changes, models):
     learner = learner_of(replace(small_config, **changes))
     assert set(learner.models) == models
     assert set(learner.optimizers) == models - {"reference"}
+    learner.export(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == models - {"reference"}
 
 
-def test_the_reference_is_a_frozen_copy(learner_of, small_config):
-    learner = learner_of(replace(small_config, kl_weight=0.1))
-    before = learner.reference.lm_head.weight.clone()
-    assert torch.equal(before, learner.policy.lm_head.weight)
-    step(learner.policy_optimizer)
-    assert torch.equal(before, learner.reference.lm_head.weight)
-    assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
-
-
-def test_the_reference_is_the_policy_as_rl_begins(learner_of, small_config):
+def test_the_reference_is_a_frozen_copy_of_the_policy_as_rl_begins(learner_of, small_config):
     config = replace(small_config, kl_weight=0.1)
     learner = learner_of(config, "warm_start")
     step(learner.policy_optimizer)
     learner.begin("vapo", config)
-    weights = learner.reference.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in learner.policy.state_dict().items())
+    before = weights(learner.policy)
+    step(learner.policy_optimizer)
+    assert torch.equal(weights(learner.reference), before) and not torch.equal(weights(learner.policy), before)
     assert not any(parameter.requires_grad for parameter in learner.reference.parameters())
-
-
-def same_backbone(critic, policy):
-    weights = policy.base_model.state_dict()
-    return all(torch.equal(weight, weights[name]) for name, weight in critic.base_model.state_dict().items())
 
 
 @pytest.mark.parametrize("phase", ["value_pretraining", "vapo"])
 def test_the_critic_starts_from_the_backbone_of_the_warm_started_policy(learner_of, small_config, phase):
     learner = learner_of(small_config, "warm_start")
     step(learner.policy_optimizer)
-    assert not same_backbone(learner.critic, learner.policy)
+    assert not has_backbone_of(learner.critic, learner.policy)
     learner.begin(phase, small_config)
-    assert same_backbone(learner.critic, learner.policy)
+    assert has_backbone_of(learner.critic, learner.policy)
     assert not value_head(learner.critic).weight.any()
     # From then on it is its own.
     step(learner.critic_optimizer)
     learner.begin("vapo", small_config)
-    assert not same_backbone(learner.critic, learner.policy)
+    assert not has_backbone_of(learner.critic, learner.policy)
 
 
-def test_a_given_critic_keeps_its_backbone(learner_of, small_config, critic, tmp_path):
-    critic.save_pretrained(tmp_path / "critic")
-    config = replace(small_config, critic=str(tmp_path))
+def test_a_given_critic_stays_as_it_is(learner_of, given):
+    config, critic = given
     learner = learner_of(config, "warm_start")
     step(learner.policy_optimizer)
     learner.begin("value_pretraining", config)
-    weights = learner.critic.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in critic.state_dict().items())
+    assert torch.equal(weights(learner.critic), weights(critic))
 
 
 def test_more_new_tokens_than_positions_are_refused(learner_of, small_config):
@@ -174,22 +166,11 @@ def test_more_new_tokens_than_positions_are_refused(learner_of, small_config):
         learner_of(replace(small_config, max_new_tokens=1024))
 
 
-def test_the_critic_is_zero_or_the_one_that_is_given(learner_of, small_config, critic, tmp_path):
-    assert not value_head(learner_of(small_config).critic).weight.any()
-    critic.save_pretrained(tmp_path / "critic")
-    loaded = learner_of(replace(small_config, critic=str(tmp_path))).critic
-    assert torch.equal(value_head(loaded).weight, value_head(critic).weight)
-
-
 def test_sampling_is_that_of_the_config(learner_of, small_config):
-    config = replace(small_config, temperature=0.7, top_p=0.9, top_k=5, stop=("#",))
-    learner = learner_of(config)
-    sampling = learner.sampling
+    learner = learner_of(replace(small_config, temperature=0.7, top_p=0.9, top_k=5, stop=("#",)))
+    sampling, tokenizer = learner.sampling, learner.tokenizer
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (6, 0.7, 0.9, 5)
-    assert set(sampling.stop_token_ids) == {
-        learner.tokenizer.eos_token_id,
-        learner.tokenizer.convert_tokens_to_ids("#"),
-    }
+    assert set(sampling.stop_token_ids) == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")}
 
 
 def test_export_leaves_models_that_load(learner_of, small_config, tmp_path):
@@ -197,23 +178,20 @@ def test_export_leaves_models_that_load(learner_of, small_config, tmp_path):
     step(learner.critic_optimizer)
     learner.export(tmp_path)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    assert torch.equal(policy.lm_head.weight, learner.policy.lm_head.weight)
+    assert torch.equal(weights(policy), weights(learner.policy))
     assert len(AutoTokenizer.from_pretrained(tmp_path / "policy")) == len(learner.tokenizer)
     critic = load_critic(tmp_path / "critic", attention="sdpa", gradient_checkpointing=False)
-    assert torch.equal(value_head(critic).weight, value_head(learner.critic).weight)
-
-
-def test_without_a_critic_none_is_exported(learner_of, small_config, tmp_path):
-    learner_of(replace(small_config, advantage_estimator="group")).export(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert torch.equal(weights(critic), weights(learner.critic))
 
 
 def test_device_is_checked(small_config, monkeypatch):
+    def chosen(device):
+        return choose_device(SimpleNamespace(device=device)).type
+
     assert choose_device(small_config) == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(replace(small_config, device="auto")) == CPU
+    assert (chosen("auto"), chosen("cpu")) == ("cpu", "cpu")
     with pytest.raises(ValueError, match="device must be auto or cpu where PyTorch sees no GPU; got 'cuda'"):
-        choose_device(replace(small_config, device="cuda"))
+        chosen("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device(SimpleNamespace(device="auto")) == torch.device("cuda")
-    assert choose_device(SimpleNamespace(device="cpu")) == CPU
+    assert (chosen("auto"), chosen("cpu"), chosen("cuda")) == ("cuda", "cpu", "cuda")
