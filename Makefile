@@ -93,6 +93,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS_STAMP)
 	$(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo 'The site lies in site/; $(DOCS_VENV)/bin/mkdocs serve shows it.'

@@ -28,7 +28,8 @@ setup(
         # What verl 0.9.1 and TRL 1.16 import on a CPU; they themselves are installed without dependencies.
         "integrations": [
             *("pytest", "accelerate", "cachetools", "codetiming", "datasets", "fastapi", "hydra-core", "omegaconf"),
-            *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "transformers", "uvicorn"),
+            *("packaging", "peft", "pillow", "ray", "tensordict", "torchdata", "TransferQueue", "uvicorn"),
+            "transformers",
         ],
         "dev": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff"),

@@ -1,11 +1,16 @@
-"""What the README shows runs, and what it names exists."""
+"""What the README shows runs; what it and the pages name exists."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+import vapo_kernels
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_training_step_runs():
@@ -29,18 +34,29 @@ def test_the_training_step_runs():
     assert names["values"].grad.abs().sum() > 0
 
 
-def test_every_file_that_is_named_exists():
-    root = Path(__file__).parents[1]
-    tree = re.search(r"## The tree\n\n```\n(.*?)```", README, re.S).group(1)
-    folder = root
+def test_every_public_op_is_named():
+    api = (ROOT / "docs" / "ops.md").read_text("utf-8")
+    for name in vapo_kernels.__all__:
+        assert f"::: vapo_kernels.{name}\n" in api, name
+        assert not name[0].islower() or f"`{name}`" in README, name
+
+
+def test_every_file_of_the_tree_exists():
+    tree = re.search(
+        r"## The tree\n\n```\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.S
+    ).group(1)
+    folder = ROOT
     for line in tree.splitlines():
         names = re.findall(r"\b[\w/<>]+(?:\.py|\.md)|^ *[\w/]+/", line)
         if not line.startswith(" "):
-            folder = root / line.split()[0]
+            folder = ROOT / line.split()[0]
             assert folder.is_dir(), line
-        for name in (name.strip() for name in names if "<" not in name):
-            assert any(path.exists() for path in (folder / name, root / name, *folder.glob(f"*/{name}"))), name
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert links
-    for link in links:
-        assert (root / link).exists(), link
+        for name in map(str.strip, names):
+            assert any(path.exists() for path in (folder / name, ROOT / name, *folder.glob(f"*/{name}"))), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_exists(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.S)
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
