@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import random
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,11 +17,9 @@ from torch.optim import AdamW
 
 from vapo.models import sharding
 from vapo.models.checkpoint import (
-    generator_states,
     latest_checkpoint,
     load_checkpoint,
     read_state,
-    restore_generators,
     save_checkpoint,
 )
 
@@ -244,21 +240,6 @@ def test_ctrl_c_while_writing_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, models, optimizers)
     assert latest_checkpoint(tmp_path) is None
-
-
-def test_generators_go_on_where_they_were() -> None:
-    data, sampling = random.Random(3), torch.Generator().manual_seed(4)
-
-    def numbers() -> list[float]:
-        return [data.gauss(0, 1), data.random(), *torch.rand(3, generator=sampling).tolist()]
-
-    numbers()
-    states = json.loads(json.dumps(generator_states({"data": data, "sampling": sampling})))
-    expected = numbers()
-    restore_generators({"data": data, "sampling": sampling}, states)
-    assert numbers() == expected
-    with pytest.raises(ValueError, match="states must hold 'data'"):
-        restore_generators({"data": data}, {})
 
 
 def test_rejects_bad_input(tmp_path: Path) -> None:

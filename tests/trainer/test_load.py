@@ -1,11 +1,14 @@
 """The policy is reproducible and complete; the critic starts at V = 0 or from a checkpoint, and is never random."""
 
-import json
-
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from vapo.models.load import (
     critic_from_policy,
@@ -58,19 +61,14 @@ def assert_same_weights(model, other):
     torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()), rtol=0, atol=0)
 
 
-def test_same_seed_same_weights(tokenizer):
-    first, again, other = (tiny_policy(tokenizer, seed) for seed in (1, 1, 2))
-    assert_same_weights(first, again)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_tiny_is_the_tiny_policy_with_the_tasks_tokenizer(attention):
+def test_tiny_is_the_same_for_the_same_seed_and_has_the_tasks_tokenizer(attention):
     task = RunningTotal()
     policy, tokenizer = load_policy("tiny", task, seed=3, attention=attention, gradient_checkpointing=False)
     assert tokenizer is task.tokenizer
     assert policy.config._attn_implementation == attention
-    assert_same_weights(policy, tiny_policy(task.tokenizer, 3))
+    assert_same_weights(policy, tiny_policy(tokenizer, 3))
+    assert not torch.equal(policy.lm_head.weight, tiny_policy(tokenizer, 4).lm_head.weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +78,10 @@ def test_a_folder_gives_the_policy_back_in_float32(family, tied, folder, tokeniz
     policy, loaded = load(path, attention="eager")
     assert policy.config._attn_implementation == "eager"
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    torch.testing.assert_close(policy(IDS).logits, saved(IDS).logits, atol=1e-5, rtol=1e-5)
+    # What it exports loads with plain transformers.
+    policy.save_pretrained(path / "export")
+    for model in (policy, AutoModelForCausalLM.from_pretrained(path / "export")):
+        torch.testing.assert_close(model(IDS).logits, saved(IDS).logits, atol=1e-5, rtol=1e-5)
     assert loaded("5 +2 =").input_ids == tokenizer("5 +2 =").input_ids
     assert loaded.pad_token_id == tokenizer.pad_token_id
 
@@ -106,32 +107,25 @@ def test_no_dropout_even_in_training_mode(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(family, folder):
     _, path = folder(family)
-    results = []
-    for checkpointing in (False, True):
+    calls, gradients = {False: [], True: []}, {}
+    for checkpointing, seen in calls.items():
         policy, _ = load(path, attention="eager", gradient_checkpointing=checkpointing)
         critic = critic_from_policy(policy)
         torch.nn.init.ones_(value_head(critic).weight)
-        calls = [0]
         for model in (policy, critic):
             assert model.training == model.is_activation_checkpointing == checkpointing
-            first_norm = next(
-                m for m in model.modules() if isinstance(m, torch.nn.Module) and "Norm" in type(m).__name__
-            )
-            first_norm.register_forward_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
+            first_norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
+            first_norm.register_forward_hook(lambda module, *_, seen=seen: seen.append(module))
             model(input_ids=IDS, use_cache=False).logits.square().mean().backward()
-        results.append((calls[0], [p.grad for model in (policy, critic) for p in model.parameters()]))
-    (calls_without, grads_without), (calls_with, grads_with) = results
-    for grad_with, grad_without in zip(grads_with, grads_without, strict=True):
-        torch.testing.assert_close(grad_with, grad_without)
-    assert calls_with == 2 * calls_without == 4
+        gradients[checkpointing] = [each.grad for model in (policy, critic) for each in model.parameters()]
+    torch.testing.assert_close(gradients[True], gradients[False])
+    assert len(calls[True]) == 2 * len(calls[False]) == 4
 
 
 def test_what_is_no_complete_model_is_refused_in_one_sentence(folder, tokenizer):
     policy, path = folder()
-    for name, content in (("empty", None), ("weightless", {"model_type": "llama"})):
-        (path / name).mkdir()
-        if content:
-            (path / name / "config.json").write_text(json.dumps(content))
+    (path / "empty").mkdir()
+    AutoConfig.for_model("llama").save_pretrained(path / "weightless")
     tiny_model("llama", vocab_size=20).save_pretrained(path / "small")
     tokenizer.save_pretrained(path / "small")
     weights = policy.state_dict()
@@ -279,18 +273,13 @@ class Adapted(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_head_with_an_adapter_is_not_plain(when):
-    policy = tiny_model("llama")
+def test_a_head_with_an_adapter_or_scaled_states_is_not_plain(when):
+    policy, scaling = tiny_model("llama"), tiny_model("llama")
     if when == "after":
         assert plain_head(policy) is not None
     policy.set_output_embeddings(Adapted(32, VOCABULARY, bias=False, device="meta"))
-    assert plain_head(policy) is None
-
-
-def test_a_model_that_scales_the_states_before_its_head_has_no_plain_head():
-    policy = tiny_model("llama")
-    policy.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
-    assert plain_head(policy) is None
+    scaling.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
+    assert plain_head(policy) is plain_head(scaling) is None
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -319,11 +308,3 @@ def test_the_probe_of_a_head_leaves_the_attention_as_it_was(monkeypatch, breaks)
     assert seen == ["sdpa"]
     assert policy.config._attn_implementation == "flash_attention_2"
     assert not policy.lm_head._forward_hooks and not policy.base_model._forward_hooks
-
-
-def test_exports_load_with_plain_transformers(folder):
-    policy, path = folder()
-    loaded, _ = load(path)
-    loaded.save_pretrained(path / "export")
-    again = AutoModelForCausalLM.from_pretrained(path / "export")
-    torch.testing.assert_close(again(IDS).logits, policy(IDS).logits, atol=1e-5, rtol=1e-5)

@@ -17,7 +17,6 @@ from vapo.config import Config
 from vapo.learning.learner import Learner
 from vapo.models.load import tiny_policy
 from vapo.presets import PRESETS
-from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import train
 
 STEPS = {"warm_start": "warm_start_step", "value_pretraining": "pretraining_step", "vapo": "vapo_step"}
@@ -41,6 +40,18 @@ pytestmark = pytest.mark.usefixtures("lively_runs")
 def settings(small_settings):
     """Two steps of every phase, and a checkpoint after each."""
     return small_settings | LIVELY
+
+
+@pytest.fixture
+def rows_settings(settings, tmp_path, task):
+    """The same on seven training rows of a file, ``sums.jsonl``, with a model and a reward function from files."""
+    model, rows, reward = tmp_path / "model", tmp_path / "sums.jsonl", tmp_path / "reward.py"
+    tiny_policy(task.tokenizer, seed=0).save_pretrained(model)
+    task.tokenizer.save_pretrained(model)
+    rows.write_text(ROWS)
+    reward.write_text(REWARD_FUNCTION)
+    files = {"task": str(rows), "model": str(model), "reward": f"{reward}:score"}
+    return settings | files | {"num_prompts": 3, "steps": 4, "warm_start_steps": 0, "warm_start_clean_steps": 0}
 
 
 class Interruptions:
@@ -105,18 +116,9 @@ def test_from_everywhere(settings, tmp_path, monkeypatch, preset, changes, num_p
     assert_same_result(tmp_path / "broken", tmp_path / "whole")
 
 
-def test_from_every_position_in_the_data(settings, tmp_path, monkeypatch, task):
+def test_from_every_position_in_the_data(rows_settings, tmp_path, monkeypatch):
     """Rows of a file are sampled without replacement: seven of them, by threes, so that epochs end within steps."""
-    model, rows, reward = tmp_path / "model", tmp_path / "sums.jsonl", tmp_path / "reward.py"
-    tiny_policy(task.tokenizer, seed=0).save_pretrained(model)
-    task.tokenizer.save_pretrained(model)
-    rows.write_text(ROWS)
-    reward.write_text(REWARD_FUNCTION)
-    config = Config(
-        **settings
-        | {"task": str(rows), "model": str(model), "reward": f"{reward}:score", "num_prompts": 3, "steps": 4}
-        | {"warm_start_steps": 0, "warm_start_clean_steps": 0}
-    )
+    config = Config(**rows_settings)
     train(config, tmp_path / "whole")
     assert_lively(tmp_path / "whole")
     points = {("step done", "value_pretraining", 2), ("step done", "vapo", 2), ("before saving", "vapo", 3)}
@@ -193,22 +195,12 @@ def test_only_a_run_can_be_resumed(settings, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_data_that_changed_are_not_gone_on_with(settings, tmp_path, monkeypatch):
+def test_a_run_is_not_resumed_on_other_data(rows_settings, tmp_path):
     """An embedded task has no data; a file's rows are recognised."""
-    rows = tmp_path / "sums.jsonl"
-    rows.write_text(ROWS)
-    learner_of = vapo.trainer.make_learner
-    tiny = {"task": str(rows), "warm_start_steps": 0, "warm_start_clean_steps": 0, "value_pretraining": False}
-    config = Config(**settings | tiny | {"steps": 1})
-
-    def with_tokenizer(config, task, device):
-        task.tokenizer = RunningTotal().tokenizer
-        return learner_of(config, task, device)
-
-    monkeypatch.setattr(vapo.trainer, "make_learner", with_tokenizer)
+    config = Config(**rows_settings | {"steps": 1, "value_pretraining": False})
     train(config, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
-    rows.write_text(ROWS.replace("+1", "+2"))
+    (tmp_path / "sums.jsonl").write_text(ROWS.replace("+1", "+2"))
     with pytest.raises(ValueError, match="must hold the same prompts as when the run was saved"):
         train(replace(config, steps=2), tmp_path / "run", resume=True)
     assert_same_result(tmp_path / "run", tmp_path / "before")

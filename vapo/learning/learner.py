@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config
-from vapo.models.checkpoint import generator_states, load_checkpoint, read_state, restore_generators, save_checkpoint
+from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
 from vapo.models.load import critic_from_policy, load_critic, load_policy, plain_head, value_head
 from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
 from vapo.rollout.sampling import Sampling, max_positions, sampling_of
@@ -34,10 +36,21 @@ class Generators:
     sampling: torch.Generator
     shuffling: torch.Generator
 
-    @property
-    def by_name(self) -> dict[str, random.Random | torch.Generator]:
-        """The generators by purpose."""
-        return {"data": self.data, "sampling": self.sampling, "shuffling": self.shuffling}
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states, fit for JSON."""
+        states = {"sampling": self.sampling.get_state(), "shuffling": self.shuffling.get_state()}
+        encoded = {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+        return {"data": self.data.getstate(), **encoded}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Restore the generators that ``states`` names, from `state_dict` by way of JSON."""
+        for name, state in states.items():
+            if name == "data":
+                version, numbers, gauss = state
+                self.data.setstate((version, tuple(numbers), gauss))
+            else:
+                content = bytearray(base64.b64decode(state))
+                getattr(self, name).set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 @dataclass(slots=True)
@@ -131,7 +144,7 @@ class Learner:
             "after": self.after,
             "task": self.task.state_dict(),
             "device": self.policy.device.type,
-            "generators": gather_objects(generator_states(self.generators.by_name)),
+            "generators": gather_objects(self.generators.state_dict()),
         }
         save_checkpoint(
             folder,
@@ -150,12 +163,13 @@ class Learner:
         self.step, self.phase_is_over = state["step"], state["phase_is_over"]
         self.before, self.after = state["before"], state["after"]
         self.task.load_state_dict(state["task"])
-        states, generators = state["generators"], self.generators.by_name
-        if len(states) != world_size() or state["device"] != self.policy.device.type:
+        generators = state["generators"][rank() % len(state["generators"])]
+        if len(state["generators"]) != world_size() or state["device"] != self.policy.device.type:
             # With another number of ranks no two may sample the same; another device has another kind of generator.
             purpose = f"sampling {self.phase} {config.seed} resumed at {self.step}"
-            generators.pop("sampling").manual_seed(seed_for(purpose, rank()))
-        restore_generators(generators, states[rank() % len(states)])
+            self.generators.sampling.manual_seed(seed_for(purpose, rank()))
+            del generators["sampling"]
+        self.generators.load_state_dict(generators)
 
     def export(self, folder: Path) -> None:
         """Write ``policy/``, with its tokenizer, and ``critic/`` as folders that ``from_pretrained`` loads."""

@@ -6,10 +6,8 @@ the disk full, therefore keeps the earlier ones. A checkpoint can be read on any
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import random
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -144,42 +141,6 @@ def load_checkpoint(checkpoint: Path, *, models: Mapping[str, nn.Module], optimi
             group |= {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
         options = StateDictOptions(strict=False)
         set_optimizer_state_dict(models[name], optimizers[name], content, options=options)
-
-
-def generator_states(generators: Mapping[str, random.Random | torch.Generator]) -> dict[str, Any]:
-    """States of random generators, fit for JSON.
-
-    Example:
-        >>> before = generator_states({"data": (rng := random.Random(0))})
-        >>> number = rng.random()
-        >>> restore_generators({"data": rng}, before)
-        >>> rng.random() == number
-        True
-    """
-    return {name: _generator_state(generator) for name, generator in generators.items()}
-
-
-def restore_generators(generators: Mapping[str, random.Random | torch.Generator], states: Mapping[str, Any]) -> None:
-    """Set random generators to the states that `generator_states` returned.
-
-    Raises:
-        ValueError: If a state is missing.
-    """
-    for name, generator in generators.items():
-        if name not in states:
-            raise ValueError(f"states must hold {name!r}; got {sorted(states)}")
-        state = states[name]
-        if isinstance(generator, random.Random):
-            generator.setstate((state[0], tuple(state[1]), state[2]))
-        else:
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-
-
-def _generator_state(generator: random.Random | torch.Generator) -> Any:
-    if isinstance(generator, random.Random):
-        version, numbers, gauss = generator.getstate()
-        return [version, list(numbers), gauss]
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 @contextmanager
