@@ -1,12 +1,11 @@
 """Runs that meet a batch without a finite loss: they skip it, say so, and go on; too many such steps end them."""
 
-import json
 import math
 
 import pytest
 import torch
 from ranks import run_on_ranks
-from training_runs import assert_same_result
+from training_runs import assert_same_result, lines, options, run
 
 import vapo.learning.step
 import vapo.trainer
@@ -37,10 +36,10 @@ def poison(monkeypatch, steps, field="old_logprobs", on_rank=0):
     """Make the first response of the batches numbered ``steps`` not finite."""
     number = 0
 
-    def poisoned(*arguments):
+    def poisoned(*arguments, **named):
         nonlocal number
         number += 1
-        batch = build_batch(*arguments)
+        batch = build_batch(*arguments, **named)
         if number in steps and rank() == on_rank:
             getattr(batch, field)[0] = math.nan
         return batch
@@ -48,36 +47,45 @@ def poison(monkeypatch, steps, field="old_logprobs", on_rank=0):
     monkeypatch.setattr(vapo.learning.step, "build_batch", poisoned)
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+def skipped(folder, name, phase="vapo"):
+    """The skipped steps of a model in each step of a phase."""
+    found = [line for line in lines(folder) if line["phase"] == phase and line["step"]]
+    return [line[f"{name}/skipped_steps"] for line in found]
 
 
-@pytest.mark.parametrize(("field", "skipping"), [("old_logprobs", "actor"), ("returns", "critic")])
-def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(tmp_path, monkeypatch, capsys, field, skipping):
+def culprit(folder):
+    """Step and cause of the only response that is recorded as one that made a step skip."""
+    (row,) = [row for row in lines(folder, "samples.jsonl") if "not_finite" in row]
+    return row["step"], row["not_finite"]
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "other"), [("old_logprobs", "actor", "critic"), ("returns", "critic", "actor")]
+)
+def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(tmp_path, monkeypatch, field, name, other):
     poison(monkeypatch, {2}, field)
-    train(Config(**SETTINGS), tmp_path / "run")
-    steps = {line["step"]: line for line in lines(tmp_path / "run", "metrics.jsonl") if line["step"]}
-    skipped = {name: [steps[step][f"{name}/skipped_steps"] for step in (1, 2, 3)] for name in ("actor", "critic")}
+    printed = run(Config(**SETTINGS), tmp_path).printed
     # The response is in one of the two mini-batches; the other is trained on.
-    expected = {"actor": [0, 0, 0], "critic": [0, 0, 0]} | {skipping: [0, 1, 0]}
-    assert skipped == expected
-    assert all(
-        math.isfinite(step["actor/grad_norm"]) and math.isfinite(step["critic/vf_loss"]) for step in steps.values()
-    )
-    (culprit,) = [row for row in lines(tmp_path / "run", "samples.jsonl") if "not_finite" in row]
-    assert (culprit["step"], culprit["not_finite"]) == (2, field)
-    told = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"step 2 of VAPO: optimiser steps were skipped, 1 of the {skipping}: {field} is not finite in 1 response"
-        in told
-    )
+    assert (skipped(tmp_path, name), skipped(tmp_path, other)) == ([0, 1, 0], [0, 0, 0])
+    steps = [line for line in lines(tmp_path) if line["step"]]
+    assert all(math.isfinite(line["actor/grad_norm"]) and math.isfinite(line["critic/vf_loss"]) for line in steps)
+    assert culprit(tmp_path) == (2, field)
+    assert f"step 2 of VAPO: optimiser steps were skipped, 1 of the {name}: {field} is not finite in 1 res" in printed
 
 
 def test_a_run_resumed_after_a_poisoned_batch_ends_as_one_that_was_not_interrupted(tmp_path, monkeypatch):
-    config = Config(**SETTINGS | {"eval_every": 1})
+    config, evaluate, calls = Config(**SETTINGS | {"eval_every": 1}), vapo.trainer.held_out_metrics, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        # The first is before RL, the fourth after its third step.
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
     poison(monkeypatch, {2})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(vapo.trainer, "held_out_metrics", interrupt_at(3))
+        patch.setattr(vapo.trainer, "held_out_metrics", interrupted)
         train(config, tmp_path / "broken")
     train(config, tmp_path / "broken", resume=True)
     poison(monkeypatch, {2})
@@ -85,26 +93,12 @@ def test_a_run_resumed_after_a_poisoned_batch_ends_as_one_that_was_not_interrupt
     assert_same_result(tmp_path / "broken", tmp_path / "undisturbed")
 
 
-def interrupt_at(count):
-    """Evaluation that is interrupted the second time after ``count``."""
-    evaluate, calls = vapo.trainer.held_out_metrics, []
-
-    def held_out_metrics(*arguments):
-        calls.append(1)
-        if len(calls) == count + 1:
-            raise KeyboardInterrupt
-        return evaluate(*arguments)
-
-    return held_out_metrics
-
-
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_which_it_goes_on(tmp_path, monkeypatch, capsys):
-    # Both mini-batches of every batch from the second on.
-    settings = SETTINGS | {"mini_batches": 1, "max_skipped_steps": 2, "steps": 6}
+    # One optimiser step a batch.
+    settings = SETTINGS | {"warm_start_steps": 0, "mini_batches": 1, "max_skipped_steps": 2, "steps": 6}
     poison(monkeypatch, {2, 3, 4})
     folder = tmp_path / "run"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if not isinstance(value, bool)]
-    assert main(["train", "--warm-start-steps=0", "--no-value-pretraining", "--out", str(folder), *options]) == 1
+    assert main(["train", "--out", str(folder), *options(settings)]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "vapo: the run stopped: 2 optimiser steps of the actor in a row were skipped, without a finite loss and"
         " gradient; the checkpoint of vapo, step 3, has the models as they were before them;"
@@ -113,8 +107,7 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_which_it_goes_on(t
     assert latest_checkpoint(folder).name.endswith("vapo-000003")
     # The fourth batch is poisoned too, and it is another one than those that ended the run.
     assert main(["train", "--resume", str(folder)]) == 0
-    skipped = [line["actor/skipped_steps"] for line in lines(folder, "metrics.jsonl") if line["step"]]
-    assert skipped == [0, 1, 1, 1, 0, 0]
+    assert skipped(folder, "actor") == [0, 1, 1, 1, 0, 0]
 
 
 def train_on_ranks(folder):
@@ -125,16 +118,19 @@ def train_on_ranks(folder):
 
 def test_ranks_skip_together_where_one_is_poisoned(tmp_path):
     run_on_ranks(2, train_on_ranks, tmp_path / "run")
-    steps = [line for line in lines(tmp_path / "run", "metrics.jsonl") if line["step"]]
-    assert [line["actor/skipped_steps"] for line in steps] == [0, 1, 0]
-    assert all(math.isfinite(line["actor/loss"]) for line in steps)
-    (culprit,) = [row for row in lines(tmp_path / "run", "samples.jsonl") if "not_finite" in row]
-    assert culprit["step"] == 2
+    assert skipped(tmp_path / "run", "actor") == [0, 1, 0]
+    assert all(math.isfinite(line["actor/loss"]) for line in lines(tmp_path / "run") if line["step"])
+    assert culprit(tmp_path / "run")[0] == 2
 
 
-@pytest.mark.parametrize("phase", ["warm_start", "value_pretraining"])
-def test_the_phases_before_rl_skip_too(tmp_path, monkeypatch, phase):
-    changes = {"warm_start": {"warm_start_steps": 3}, "value_pretraining": {"value_pretraining": True}}[phase]
+@pytest.mark.parametrize(
+    ("phase", "name", "changes"),
+    [
+        ("warm_start", "actor", {"warm_start_steps": 3}),
+        ("value_pretraining", "critic", {"value_pretraining": True, "pretraining_steps": 3, "pretraining_prompts": 2}),
+    ],
+)
+def test_the_phases_before_rl_skip_too(tmp_path, monkeypatch, phase, name, changes):
     calls = []
 
     def norm(model, max_norm):
@@ -142,8 +138,5 @@ def test_the_phases_before_rl_skip_too(tmp_path, monkeypatch, phase):
         return math.nan if len(calls) == 2 else torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
 
     monkeypatch.setattr("vapo.learning.update.clip_grad_norm", norm)
-    config = Config(**SETTINGS | {"steps": 0, "pretraining_steps": 3, "pretraining_prompts": 2} | changes)
-    train(config, tmp_path / "run")
-    found = [line for line in lines(tmp_path / "run", "metrics.jsonl") if line["phase"] == phase]
-    name = "actor" if phase == "warm_start" else "critic"
-    assert [line[f"{name}/skipped_steps"] for line in found] == [0, 1, 0]
+    train(Config(**SETTINGS | {"steps": 0} | changes), tmp_path)
+    assert skipped(tmp_path, name, phase) == [0, 1, 0]
