@@ -1,6 +1,7 @@
 """What the trainer's tests share: a task, an untrained policy, a critic, a small config and a rollout made by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from vapo.config import Config
 from vapo.learning.learner import make_learner
 from vapo.models.load import critic_from_policy, tiny_policy, value_head
 from vapo.rollout.collect import pack
-from vapo.tasks import load_task
+from vapo.tasks import Verdict, load_task
 from vapo.types import Batch
 
 SMALL = {
@@ -79,6 +80,21 @@ def learner_of():
         return learner
 
     return build
+
+
+@pytest.fixture
+def judged():
+    """Function that gives a learner responses of one token; all score 1, the first, third … of a call are correct."""
+
+    def change(learner, error=None):
+        def score(problems, responses):
+            return [Verdict(1.0, number % 2 == 0, error) for number in range(len(responses))]
+
+        learner.sampling = replace(learner.sampling, stop_token_ids=tuple(range(len(learner.tokenizer))))
+        learner.task.score = score
+        return learner
+
+    return change
 
 
 @pytest.fixture

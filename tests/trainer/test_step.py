@@ -1,26 +1,16 @@
-"""One step of RL: what it samples, asks, trains and tells."""
+"""One step of RL: what it samples, asks of the models, trains and reports."""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from vectors import weights
 
 import vapo.learning.step
 from vapo.learning.samples import evenly_spread, response_records, skipped_responses
-from vapo.learning.step import (
-    batch_metrics,
-    model_passes,
-    sample_groups,
-    sampling_metrics,
-    small_lambda_warning,
-    update_models,
-    vapo_step,
-)
+from vapo.learning.step import batch_metrics, small_lambda_warning, update_models, vapo_step
 from vapo.models.load import value_head
-from vapo.rollout.collect import Collected
-from vapo.rollout.dynamic_sampling import Sampled
-from vapo.tasks import Verdict
 
 STEP_METRICS = {
     "actor/pg_loss",
@@ -64,27 +54,6 @@ CRITIC_METRICS = {
 }
 
 
-class EveryOther:
-    """The embedded task with a verifier that says right and wrong in turn, and scores both 1."""
-
-    def __init__(self, task, *, error=False):
-        self.task, self.error, self.name, self.tokenizer = task, error, task.name, task.tokenizer
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def score(self, problems, responses):
-        failed = "Traceback: it broke" if self.error else None
-        return [Verdict(1.0, number % 2 == 0, failed) for number in range(len(responses))]
-
-
-def judged(learner, *, error=False):
-    """The learner with responses of one token, every one finished, that EveryOther judges."""
-    learner.sampling = replace(learner.sampling, stop_token_ids=tuple(range(len(learner.tokenizer))))
-    learner.task = EveryOther(learner.task, error=error)
-    return learner
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -98,57 +67,44 @@ def judged(learner, *, error=False):
         ),
     ],
 )
-def test_a_step_tells_of_what_it_did_and_of_nothing_else(learner_of, small_config, changes, expected):
+def test_a_step_reports_what_it_did_and_nothing_else(learner_of, small_config, changes, expected):
     config = replace(small_config, **changes)
     report = vapo_step(learner_of(config), 1, config)
     assert report.metrics.keys() == expected
     assert len(report.samples) == 4 and report.errors == [] and report.skipped == ""
 
 
-def test_a_step_moves_both_models_by_their_own_optimisers(learner_of, small_config):
+def test_a_step_moves_both_models_by_their_own_optimisers(learner_of, judged, small_config):
     config = replace(small_config, actor_epochs=1, critic_epochs=3, mini_batches=2, actor_lr=1e-3, critic_lr=1e-3)
     learner = judged(learner_of(config))
-    before = {name: model.base_model.norm.weight.clone() for name, model in learner.models.items()}
+    before = {name: weights(model.base_model) for name, model in learner.models.items()}
     vapo_step(learner, 1, config)
-    assert all(not torch.equal(learner.models[name].base_model.norm.weight, before[name]) for name in before)
-    # Passes times mini-batches.
-    steps = {
-        name: {int(state["step"]) for state in optimizer.state.values()}
-        for name, optimizer in learner.optimizers.items()
-    }
-    assert steps == {"policy": {2}, "critic": {6}}
+    assert all(not torch.equal(weights(learner.models[name].base_model), start) for name, start in before.items())
+    # Epochs times mini-batches.
+    for name, expected in (("policy", {2}), ("critic", {6})):
+        assert {int(state["step"]) for state in learner.optimizers[name].state.values()} == expected
 
 
-def test_both_models_take_the_same_mini_batches_where_they_pass_as_often(learner_of, small_config, monkeypatch):
-    seen = {"policy": [], "critic": []}
+@pytest.mark.parametrize(("critic_epochs", "is_same"), [(2, True), (3, False)])
+def test_both_models_take_the_same_mini_batches_if_they_have_as_many_epochs(
+    learner_of, batch_of, small_config, monkeypatch, critic_epochs, is_same
+):
+    config, seen = replace(small_config, actor_epochs=2, critic_epochs=critic_epochs), {"actor": [], "critic": []}
 
-    def taken(name):
-        return {f"{name}/skipped_steps": 0.0}
+    def record(name):
+        def update(model, optimizer, batch, mini_batch, **_):
+            seen[name].append(mini_batch.rows.tolist())
+            return {f"{name}/skipped_steps": 0.0}
 
-    monkeypatch.setattr(
-        vapo.learning.step,
-        "update_policy",
-        lambda *a, **_: seen["policy"].append(a[-1].rows.tolist()) or taken("actor"),
-    )
-    monkeypatch.setattr(
-        vapo.learning.step,
-        "update_critic",
-        lambda *a, **_: seen["critic"].append(a[-1].rows.tolist()) or taken("critic"),
-    )
-    for epochs, is_same in ((2, True), (3, False)):
-        config = replace(small_config, actor_epochs=2, critic_epochs=epochs)
-        learner = learner_of(config)
-        sampled = sample_groups(learner, config)
-        passes = model_passes(learner, sampled.collected.rollout, 1, config, {})
-        batch = vapo.learning.step.build_batch(sampled.collected.rollout, passes, config)
-        seen["policy"].clear()
-        seen["critic"].clear()
-        update_models(learner, batch, 1, config, {})
-        assert (seen["policy"] == seen["critic"]) == is_same
-        for model, num_epochs in (("policy", 2), ("critic", epochs)):
-            parts = seen[model]
-            assert len(parts) == 2 * num_epochs
-            assert all(sorted(parts[i] + parts[i + 1]) == [0, 1, 2, 3] for i in range(0, len(parts), 2))
+        return update
+
+    monkeypatch.setattr(vapo.learning.step, "update_policy", record("actor"))
+    monkeypatch.setattr(vapo.learning.step, "update_critic", record("critic"))
+    update_models(learner_of(config), batch_of(), 1, config, {})
+    assert (seen["actor"] == seen["critic"]) == is_same
+    for name, epochs in (("actor", 2), ("critic", critic_epochs)):
+        first, second = seen[name][::2], seen[name][1::2]
+        assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [[0, 1, 2, 3]] * epochs
 
 
 def test_learning_rates_warm_up_each_over_its_own_steps(learner_of, small_config):
@@ -171,70 +127,73 @@ def test_learning_rates_warm_up_each_over_its_own_steps(learner_of, small_config
         ({"value_pretraining": False, "critic": "given"}, 1, False),
     ],
 )
-def test_a_new_critic_begins_at_the_mean_reward(learner_of, small_config, changes, step, is_centred, rollout):
-    learner = learner_of(replace(small_config, value_pretraining=False))
-    passes = model_passes(learner, rollout, step, replace(small_config, **changes), {})
-    # Two of the four responses score 1, and the head is 0.
-    assert torch.equal(passes.values, torch.full((11,), 0.5 * is_centred))
-    assert value_head(learner.critic).bias.item() == 0.5 * is_centred
+def test_a_new_critic_begins_at_the_mean_reward(learner_of, judged, small_config, changes, step, is_centred):
+    config = replace(small_config, critic_lr=1e-9)
+    learner = judged(learner_of(config))
+    metrics = vapo_step(learner, step, replace(config, **changes)).metrics
+    assert value_head(learner.critic).bias.item() == pytest.approx(1.0 if is_centred else 0.0, abs=1e-6)
+    # Every return is 1, and the loss ½ (V − 1)².
+    assert metrics["critic/vf_loss"] == pytest.approx(0.0 if is_centred else 0.5, abs=1e-6)
 
 
-def test_the_reference_and_the_bootstrap_are_asked_where_they_are_wanted(learner_of, small_config, rollout):
-    rollout = replace(rollout, is_truncated=torch.tensor([False, True, False, False]))
-    config = replace(small_config, kl_weight=0.1, truncated="bootstrap", value_pretraining=False)
+def test_the_loss_sees_the_reference_and_not_the_policy(learner_of, small_config):
+    config = replace(small_config, kl_weight=0.1, mini_batches=1)
+    for factor, has_kl in ((1, False), (2, True)):
+        learner = learner_of(config)
+        with torch.no_grad():
+            learner.reference.lm_head.weight.mul_(factor)
+        assert (vapo_step(learner, 1, config).metrics["actor/kl"] > 1e-4) == has_kl
+
+
+@pytest.mark.parametrize(("truncated", "loss"), [("zero", 0.125), ("bootstrap", 0.0)])
+def test_truncated_responses_end_in_the_value_of_the_critic_if_the_config_says_so(
+    learner_of, small_config, truncated, loss
+):
+    config = replace(small_config, truncated=truncated, critic_lr=1e-9)
     learner = learner_of(config)
+    # A token that there is not: the limit cuts every response.
+    learner.sampling = replace(learner.sampling, stop_token_ids=(len(learner.tokenizer),))
     with torch.no_grad():
-        learner.reference.lm_head.weight.mul_(2)
-    passes = model_passes(learner, rollout, 1, config, {})
-    assert not torch.allclose(passes.ref_logprobs, passes.old_logprobs, atol=0.01)
-    assert passes.final_values.tolist() == [0.0, 0.5, 0.0, 0.0]
-    plain = model_passes(learner, rollout, 1, replace(config, kl_weight=0.0, truncated="zero"), {})
-    assert plain.ref_logprobs is None and plain.final_values is None
+        value_head(learner.critic).bias.fill_(0.5)
+    metrics = vapo_step(learner, 1, config).metrics
+    assert metrics["response_length/clip_ratio"] == 1
+    # Returns are 0 or, by the bootstrap, ½; all values are ½.
+    assert metrics["critic/vf_loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_groups_stand_side_by_side(learner_of, small_config):
-    learner = learner_of(small_config)
-    sampled = sample_groups(learner, small_config)
-    rollout = sampled.collected.rollout
-    assert len(sampled.problems) == 2 and rollout.group_size == 2 and sampled.rounds == 1
-    prompts = [
-        learner.tokenizer.decode(ids) for ids in rollout.prompt_ids.split(rollout.prompt_cu_seqlens.diff().tolist())
-    ]
-    assert prompts == [problem.prompt for problem in sampled.problems for _ in range(2)]
+@pytest.mark.parametrize("group_sampling", [True, False])
+def test_responses_to_a_prompt_stand_side_by_side(learner_of, small_config, group_sampling):
+    config = replace(small_config, group_sampling=group_sampling)
+    prompts = [sample["prompt"] for sample in vapo_step(learner_of(config), 1, config).samples]
+    # Without groups as many responses have prompts of their own.
+    first, second, third, fourth = prompts
+    assert len(set(prompts)) == (2 if group_sampling else 4)
+    assert not group_sampling or (first == second and third == fourth)
 
 
-def test_without_group_sampling_as_many_responses_have_prompts_of_their_own(learner_of, small_config):
-    config = replace(small_config, group_sampling=False)
-    sampled = sample_groups(learner_of(config), config)
-    assert len(sampled.problems) == 4 and sampled.collected.rollout.group_size == 1
-
-
-def test_dynamic_sampling_refills_by_correctness_and_not_by_score(learner_of, small_config):
-    # The verifier scores all responses 1 and calls the first of two correct.
+def test_dynamic_sampling_refills_by_correctness_and_not_by_score(learner_of, judged, small_config):
     config = replace(small_config, dynamic_sampling=True, max_sampling_rounds=3)
     learner = judged(learner_of(config))
-    sampled = sample_groups(learner, config)
-    assert (sampled.rounds, sampled.informative) == (1, 1.0)
+
+    def rounds():
+        report = vapo_step(learner, 1, config)
+        assert len(report.samples) == 4
+        return report.metrics["rollout/rounds"], report.metrics["rollout/informative_groups"]
+
+    # The verifier scores all responses 1 and calls the first of two correct.
+    assert rounds() == (1, 1.0)
     # By the task's own verifier no single token is correct: all rounds are used, and the batch is full.
-    learner.task = learner.task.task
-    sampled = sample_groups(learner, config)
-    assert (sampled.rounds, sampled.informative) == (3, 0.0)
-    assert len(sampled.collected.texts) == 4
-    assert sample_groups(learner, replace(config, dynamic_sampling=False)).rounds == 1
+    del learner.task.score
+    assert rounds() == (3, 0.0)
 
 
-def test_failed_verifiers_are_counted_and_told_of(learner_of, small_config):
-    learner = judged(learner_of(small_config), error=True)
-    report = vapo_step(learner, 1, small_config)
+def test_score_accuracy_and_failed_verifiers_are_told_apart(learner_of, judged, small_config):
+    report = vapo_step(judged(learner_of(small_config)), 1, small_config)
+    names = ("critic/score/mean", "critic/accuracy/mean", "reward/errors")
+    assert [report.metrics[name] for name in names] == [1.0, 0.5, 0.0]
+    report = vapo_step(judged(learner_of(small_config), error="Traceback: it broke"), 1, small_config)
+    assert [report.metrics[name] for name in names] == [0.0, 0.0, 4.0]
     assert report.errors == ["Traceback: it broke"] * 4
-    assert report.metrics["reward/errors"] == 4
-    assert report.metrics["critic/score/mean"] == 0
-
-
-def test_score_and_accuracy_are_told_apart(learner_of, small_config):
-    learner = judged(learner_of(small_config))
-    metrics = vapo_step(learner, 1, small_config).metrics
-    assert (metrics["critic/score/mean"], metrics["critic/accuracy/mean"]) == (1.0, 0.5)
 
 
 def test_batch_metrics_by_hand(batch_of, small_config, rollout):
@@ -267,14 +226,6 @@ def test_kl_penalty_is_that_of_a_response(batch_of, small_config):
     assert batch_metrics(batch, config)["critic/kl_penalty"] == pytest.approx(0.1 * 2 * 11 / 4)
 
 
-def test_sampling_metrics_by_hand(small_config, rollout):
-    sampled = Sampled([], Collected(rollout, [], ["a", "b"]), rounds=3, informative=0.25)
-    assert sampling_metrics(sampled, small_config) == {"reward/errors": 2.0}
-    dynamic = replace(small_config, dynamic_sampling=True)
-    expected = {"reward/errors": 2.0, "rollout/rounds": 3.0, "rollout/informative_groups": 0.25}
-    assert sampling_metrics(sampled, dynamic) == expected
-
-
 def test_records_pair_prompts_with_their_responses(batch_of, task):
     problems, texts = task.problems(4, random.Random(0)), ["a", "b", "c", "d"]
     batch = batch_of(advantages=torch.arange(11.0))
@@ -289,39 +240,35 @@ def test_records_pair_prompts_with_their_responses(batch_of, task):
 
 
 @pytest.mark.parametrize(
-    ("fields", "masked", "name", "responses"),
+    ("fields", "name", "responses"),
     [
-        ({"old_logprobs": 4}, False, "old_logprobs", ["c"]),
-        ({"ref_logprobs": 0}, False, "ref_logprobs", ["a"]),
+        ({"old_logprobs": 4}, "old_logprobs", "c"),
+        ({"ref_logprobs": 0}, "ref_logprobs", "a"),
         # What comes first in the computation is the cause of the rest.
-        ({"advantages": 1, "old_values": 10, "returns": 9}, False, "old_values", ["d"]),
-        ({"returns": 3}, False, "returns", ["b"]),
-        ({"rewards": 10, "returns": 3}, False, "rewards", ["d"]),
-        ({"advantages": 4}, True, "", []),
-        ({"weights": None}, False, "logprobs", ["a", "b", "c", "d"]),
-        ({"critic": None}, False, "values", ["a", "b", "c", "d"]),
-        ({}, False, "", []),
+        ({"advantages": 1, "old_values": 10, "returns": 9}, "old_values", "d"),
+        ({"returns": 3}, "returns", "b"),
+        ({"rewards": 10, "returns": 3}, "rewards", "d"),
+        # That token is masked.
+        ({"advantages": 5}, "", ""),
+        ({"policy": None}, "logprobs", "abcd"),
+        ({"critic": None}, "values", "abcd"),
+        ({}, "", ""),
     ],
 )
 def test_the_cause_of_a_skip_is_named_with_its_responses(
-    learner_of, batch_of, task, small_config, fields, masked, name, responses
+    learner_of, batch_of, task, small_config, fields, name, responses
 ):
     learner = learner_of(small_config)
-    values = {"ref_logprobs": torch.zeros(11)}
-    for field, at in fields.items():
-        if at is None:
-            model = learner.policy if field == "weights" else learner.critic
-            model.base_model.norm.weight.data[0] = float("nan")
+    values = {"ref_logprobs": torch.zeros(11), "mask": torch.arange(11) != 5}
+    for field, token in fields.items():
+        if token is None:
+            learner.models[field].base_model.norm.weight.data[0] = float("nan")
         else:
-            values[field] = torch.zeros(11)
-            values[field][at] = float("nan")
+            values[field] = torch.zeros(11).index_fill(0, torch.tensor(token), float("nan"))
     batch = batch_of(**values)
-    if masked:
-        batch = replace(batch, mask=torch.tensor([True] * 4 + [False] * 2 + [True] * 5))
-    records = response_records(batch, task.problems(2, random.Random(0)), ["a", "b", "c", "d"])
+    records = response_records(batch, task.problems(2, random.Random(0)), list("abcd"))
     text, culprits = skipped_responses(learner, batch, records, small_config)
-    assert [each["response"] for each in culprits] == responses
-    assert all(each["not_finite"] == name for each in culprits)
+    assert [(each["response"], each["not_finite"]) for each in culprits] == [(text, name) for text in responses]
     if name:
         assert text.startswith(f"{name} is not finite in {len(responses)} responses") and responses[0] in text
     else:
@@ -329,7 +276,11 @@ def test_the_cause_of_a_skip_is_named_with_its_responses(
 
 
 def test_the_warning_names_its_cause(small_config):
-    adaptive = small_lambda_warning(small_config)
-    fixed = small_lambda_warning(replace(small_config, length_adaptive_gae=False, lam_policy=0.2))
-    assert "(α = 0.05 is small for responses this short; see critic/lambda_policy/mean)" in adaptive
-    assert "(lam_policy = 0.2 for all; see critic/lambda_policy/mean)" in fixed
+    for changes, cause in (
+        ({}, "(α = 0.05 is small for responses this short; see critic/lambda_policy/mean)"),
+        (
+            {"length_adaptive_gae": False, "lam_policy": 0.2},
+            "(lam_policy = 0.2 for all; see critic/lambda_policy/mean)",
+        ),
+    ):
+        assert cause in small_lambda_warning(replace(small_config, **changes))

@@ -5,46 +5,38 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vectors import weights
 
 import vapo.learning.value_pretraining
 from vapo.learning.value_pretraining import center_critic, monte_carlo_batch, pretraining_step
 from vapo.models.forward import rollout_values
 from vapo.models.load import critic_from_policy, value_head
-from vapo.rollout.collect import Collected
 
 
-def fit_returns(critic, optimizer, rollout, config, generator):
+def fit_returns(critic, rollout, config, *, optimizer=None):
     """As a step of the phase does, on a given rollout."""
-    batch = monte_carlo_batch(critic, rollout, config)
+    optimizer = optimizer or torch.optim.AdamW(critic.parameters(), lr=3e-3)
+    batch, generator = monte_carlo_batch(critic, rollout, config), torch.Generator().manual_seed(0)
     return vapo.learning.value_pretraining.fit_returns(critic, optimizer, batch, config, generator, Counter())
 
 
-def shuffling():
-    return torch.Generator().manual_seed(0)
+def test_a_step_samples_one_response_to_each_prompt_and_trains_the_critic_alone(learner_of, judged, small_config):
+    config = replace(small_config, critic_lr=1e-3)
+    learner = judged(learner_of(config, "value_pretraining"))
+    score, seen, before = learner.task.score, [], weights(learner.policy)
 
+    def record(problems, responses):
+        seen.extend(zip([problem.prompt for problem in problems], responses, strict=True))
+        return score(problems, responses)
 
-def test_policy_stays_as_it_is_and_the_critic_does_not(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
-    learner = learner_of(replace(small_config, critic_lr=1e-3), "value_pretraining")
-    before = {name: weight.clone() for name, weight in learner.policy.state_dict().items()}
-    pretraining_step(learner, 1, small_config)
-    assert all(torch.equal(weight, before[name]) for name, weight in learner.policy.state_dict().items())
+    learner.task.score, state = record, learner.generators.sampling.get_state()
+    report = pretraining_step(learner, 1, config)
+    assert len({prompt for prompt, _ in seen}) == len(seen) == 4
+    # The learner's own sampling has responses of one token, and its own generator.
+    assert report.metrics["response_length/mean"] == 1
+    assert not torch.equal(learner.generators.sampling.get_state(), state)
+    assert torch.equal(weights(learner.policy), before)
     assert value_head(learner.critic).weight.any()
-
-
-def test_a_step_samples_one_response_to_each_of_its_prompts(learner_of, small_config, monkeypatch):
-    seen = {}
-    collect = vapo.learning.value_pretraining.collect
-
-    def record(*arguments, **settings):
-        seen.update(settings, problems=arguments[3])
-        return collect(*arguments, **settings)
-
-    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", record)
-    learner = learner_of(small_config, "value_pretraining")
-    report = pretraining_step(learner, 1, small_config)
-    assert len(seen["problems"]) == 4 and seen["group_size"] == 1
-    assert seen["sampling"] is learner.sampling and seen["generator"] is learner.generators.sampling
     assert report.errors == []
     assert report.metrics.keys() == {
         "critic/skipped_steps",
@@ -55,30 +47,24 @@ def test_a_step_samples_one_response_to_each_of_its_prompts(learner_of, small_co
     }
 
 
-def test_the_first_step_begins_at_the_mean_reward_and_warms_up(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], ["failed"]))
-    config = replace(small_config, critic_lr=0.4, critic_lr_warmup=4)
-    seen = []
-
-    def record(critic, optimizer, *_):
-        seen.append((value_head(critic).bias.item(), optimizer.param_groups[0]["lr"]))
-        return {"critic/skipped_steps": 0.0}
-
-    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", record)
-    learner = learner_of(config, "value_pretraining")
-    assert pretraining_step(learner, 1, config).errors == ["failed"]
-    with torch.no_grad():
-        value_head(learner.critic).bias.fill_(0.125)
-    pretraining_step(learner, 2, config)
-    assert seen == [(0.5, pytest.approx(0.1)), (0.125, pytest.approx(0.2))]
+@pytest.mark.parametrize(("given", "first_bias"), [("", 1.0), ("earlier/run", 0.0)])
+def test_a_new_critic_begins_at_the_mean_reward_and_its_learning_rate_warms_up(
+    learner_of, judged, small_config, given, first_bias
+):
+    config = replace(small_config, critic_lr=4e-9, critic_lr_warmup=4, critic=given)
+    learner, found = judged(learner_of(small_config, "value_pretraining")), []
+    bias = value_head(learner.critic).bias
+    for step in (1, 2):
+        pretraining_step(learner, step, config)
+        found.append((bias.item(), learner.critic_optimizer.param_groups[0]["lr"]))
+        bias.data.fill_(0.125)
+    expected = [(first_bias, 1e-9), (0.125, 2e-9)]
+    assert found == [(pytest.approx(value, abs=1e-7), pytest.approx(lr)) for value, lr in expected]
 
 
-def test_a_critic_that_is_given_keeps_its_bias(learner_of, small_config, monkeypatch, rollout):
-    monkeypatch.setattr(vapo.learning.value_pretraining, "collect", lambda *_, **__: Collected(rollout, [], []))
-    monkeypatch.setattr(vapo.learning.value_pretraining, "fit_returns", lambda *_: {"critic/skipped_steps": 0.0})
-    learner = learner_of(small_config, "value_pretraining")
-    pretraining_step(learner, 1, replace(small_config, critic="earlier/run"))
-    assert value_head(learner.critic).bias.item() == 0.0
+def test_failed_verifiers_are_told_of(learner_of, judged, small_config):
+    learner = judged(learner_of(small_config, "value_pretraining"), error="it broke")
+    assert pretraining_step(learner, 1, small_config).errors == ["it broke"] * 4
 
 
 def test_a_centred_critic_says_the_mean_score_everywhere(policy, rollout, small_config):
@@ -93,21 +79,9 @@ def test_a_centred_critic_says_the_mean_score_everywhere(policy, rollout, small_
     "changes",
     [{}, {"lam_critic": 0.3}, {"decoupled_gae": False}, {"kl_reward_weight": 0.5}, {"whiten_advantages": False}],
 )
-def test_targets_are_the_terminal_rewards_whatever_the_settings_of_rl_are(policy, rollout, small_config, changes):
-    config = replace(small_config, pretraining_mini_batches=1, pretraining_epochs=80, **changes)
-    critic = critic_from_policy(policy)
-    fit_returns(critic, torch.optim.AdamW(critic.parameters(), lr=3e-3), rollout, config, shuffling())
-    values = rollout_values(critic, rollout, config)
-    expected = rollout.scores.repeat_interleave(rollout.lengths)
-    torch.testing.assert_close(values, expected, atol=0.15, rtol=0)
-
-
-def first_loss(policy, rollout, config):
-    """Mean of ½ R̂² over the tokens that train: the loss of the first step of a critic that says 0."""
-    critic = critic_from_policy(policy)
-    optimizer = torch.optim.SGD(critic.parameters(), lr=1e-9)
-    config = replace(config, pretraining_mini_batches=1)
-    return fit_returns(critic, optimizer, rollout, config, shuffling())["critic/pretrain/vf_loss"]
+def test_targets_are_the_terminal_rewards_whatever_the_settings_of_rl_are(critic, rollout, small_config, changes):
+    batch = monte_carlo_batch(critic, rollout, replace(small_config, **changes))
+    torch.testing.assert_close(batch.returns, rollout.scores.repeat_interleave(rollout.lengths))
 
 
 @pytest.mark.parametrize(
@@ -126,15 +100,17 @@ def test_what_the_end_of_a_cut_response_means(policy, rollout, small_config, tru
     rewards = rollout.rewards.clone()
     rewards[-1] = 0.0
     rollout = replace(rollout, is_truncated=cut, is_correct=rollout.is_correct & ~cut, rewards=rewards)
-    config = replace(small_config, truncated=truncated, max_new_tokens=5, overlong_buffer=4)
-    assert first_loss(policy, rollout, config) == pytest.approx(expected, rel=1e-5)
+    settings = {"truncated": truncated, "max_new_tokens": 5, "overlong_buffer": 4, "pretraining_mini_batches": 1}
+    config = replace(small_config, **settings)
+    metrics = fit_returns(critic_from_policy(policy), rollout, config)
+    # Mean of ½ R̂² over the tokens that train: the first step of a critic that says 0.
+    assert metrics["critic/pretrain/vf_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_value_clip_is_off(policy, rollout, small_config):
     unclipped, clipped = critic_from_policy(policy), critic_from_policy(policy)
-    for critic, config in ((unclipped, small_config), (clipped, replace(small_config, value_clip=1e-6))):
-        optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
-        fit_returns(critic, optimizer, rollout, config, shuffling())
+    fit_returns(unclipped, rollout, small_config)
+    fit_returns(clipped, rollout, replace(small_config, value_clip=1e-6))
     assert torch.equal(value_head(unclipped).weight, value_head(clipped).weight)
     assert value_head(unclipped).weight.any()
 
@@ -143,16 +119,19 @@ def test_epochs_and_mini_batches_are_those_of_the_phase(policy, rollout, small_c
     critic = critic_from_policy(policy)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
     config = replace(small_config, pretraining_epochs=3, pretraining_mini_batches=2, critic_epochs=5, mini_batches=4)
-    fit_returns(critic, optimizer, rollout, config, shuffling())
+    fit_returns(critic, rollout, config, optimizer=optimizer)
     assert {int(state["step"]) for state in optimizer.state.values()} == {6}
 
 
-def test_explained_variance_is_that_before_training_on_the_rollout(policy, rollout, small_config):
-    critic = critic_from_policy(policy)
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
-    config, generator = replace(small_config, pretraining_epochs=40), shuffling()
-    first, second = (fit_returns(critic, optimizer, rollout, config, generator) for _ in range(2))
+def test_the_critic_learns_its_targets_and_is_measured_before_it_trains(policy, rollout, small_config):
+    critic, config = (
+        critic_from_policy(policy),
+        replace(small_config, pretraining_epochs=40, pretraining_mini_batches=1),
+    )
+    first, second = (fit_returns(critic, rollout, config) for _ in range(2))
     assert first["critic/pretrain/vf_explained_var"] == 0
     assert second["critic/pretrain/vf_explained_var"] > 0.5
     assert first["critic/pretrain/score"] == 0.5
     assert first["response_length/mean"] == 2.75
+    expected = rollout.scores.repeat_interleave(rollout.lengths)
+    torch.testing.assert_close(rollout_values(critic, rollout, config), expected, atol=0.15, rtol=0)
