@@ -107,7 +107,8 @@ dist:
 	$(PYTHON) -m venv --clear $(DIST_VENV)
 	$(DIST_VENV)/bin/python $(PIP) install -c constraints.txt dist/*.whl
 	cd dist && ../$(DIST_VENV)/bin/python -c 'import vapo_kernels.reference, vapo.integrations.slime'
-	cd dist && (../$(DIST_VENV)/bin/vapo --version || true) 2>&1 | grep -F 'vapo[train]'
+	@said="$$(cd dist && ../$(DIST_VENV)/bin/vapo --version 2>&1)"; echo "$$said"; \
+	    case "$$said" in *Traceback*) exit 1 ;; *'vapo[train]'* | [0-9]*) ;; *) exit 1 ;; esac
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) $(OLDEST_VENV) $(DOCS_VENV) $(DIST_VENV) \
