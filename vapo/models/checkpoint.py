@@ -18,13 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from vapo.models.sharding import on_first_rank
@@ -124,10 +118,10 @@ def load_checkpoint(checkpoint: Path, *, models: Mapping[str, nn.Module], optimi
     reader = dcp.FileSystemReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
     weights = {name: get_model_state_dict(model) for name, model in models.items()}
-    contents = {name: _blank(models[name], each, f"optimizers.{name}", saved) for name, each in optimizers.items()}
-    wanted = {"models": weights, "optimizers": {name: content["state"] for name, content in contents.items()}}
+    states = {name: _blank_state(models[name], each, f"optimizers.{name}", saved) for name, each in optimizers.items()}
+    wanted = {"models": weights, "optimizers": states}
     unmatched = _unmatched(saved, wanted)
-    unmatched |= {name for name, each in contents.items() if len(groups.get(name, ())) != len(each["param_groups"])}
+    unmatched |= {name for name, each in optimizers.items() if len(groups.get(name, ())) != len(each.param_groups)}
     if unmatched:
         first, *others = sorted(unmatched)
         raise ValueError(f"{checkpoint} must fit these models and optimizers; {first} and {len(others)} others do not")
@@ -135,12 +129,10 @@ def load_checkpoint(checkpoint: Path, *, models: Mapping[str, nn.Module], optimi
         dcp.load(wanted, storage_reader=reader)
     for name, model in models.items():
         set_model_state_dict(model, weights[name])
-    for name, content in contents.items():
-        for group, stored in zip(content["param_groups"], groups[name], strict=True):
+    for name, optimizer in optimizers.items():
+        for group, stored in zip(optimizer.param_groups, groups[name], strict=True):
             # JSON has no tuples.
             group |= {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
-        options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(models[name], optimizers[name], content, options=options)
 
 
 @contextmanager
@@ -220,17 +212,21 @@ def _content(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint must be a folder with a complete {STATE}; got {checkpoint}") from None
 
 
-def _blank(model: nn.Module, optimizer: Optimizer, prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What to read an optimiser's saved state into.
+def _blank_state(model: nn.Module, optimizer: Optimizer, prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimiser's own tensors, by the names of their parameters, to read a saved state into.
 
     torch has an optimiser without a state take a step of zeros, which gives one to every parameter. Those that had none
-    when they were saved, because they never had a gradient or the optimiser never stepped, go without.
+    when they were saved, because they never had a gradient or the optimiser never stepped, lose it again. That and
+    reading in place are instead of set_optimizer_state_dict, which torch 2.7 has for complete states only.
     """
     optimizer.state.clear()
     optimizer.zero_grad()
-    content = get_optimizer_state_dict(model, optimizer)
-    content["state"] = {key: each for key, each in content["state"].items() if f"{prefix}.{key}.step" in saved}
-    return content
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    for key, parameter in model.named_parameters():
+        if f"{prefix}.{key}.step" not in saved:
+            optimizer.state.pop(parameter, None)
+            state.pop(key, None)
+    return state
 
 
 def _unmatched(saved: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
