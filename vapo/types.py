@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +17,12 @@ class Rollout:
     """Sampled responses with their rewards; prompts are kept apart, since no op ever sees them.
 
     Attributes:
-        prompt_ids: [P] int64. The prompt of each response, end to end.
+        prompt_ids: [M] int64. The prompt of each response, end to end.
         prompt_cu_seqlens: [S+1] int64. Bounds of the prompts in ``prompt_ids``.
         token_ids: [N] int64. The sampled tokens, the stop token included.
         cu_seqlens: [S+1] int64. Bounds of the responses in every [N] tensor.
         rewards: [N] float32. Zero except, perhaps, at each response's last sampled token.
-        is_correct: [S] bool. The verifier's word.
+        is_correct: [S] bool. The verifier's result.
         is_truncated: [S] bool. The length limit cut the response.
         group_size: Responses to each prompt; they stand side by side.
     """
@@ -41,9 +42,68 @@ class Rollout:
         return self.cu_seqlens.diff()
 
     @property
+    def prompt_lengths(self) -> Tensor:
+        """[S] int64. Tokens of each response's prompt."""
+        return self.prompt_cu_seqlens.diff()
+
+    @property
     def scores(self) -> Tensor:
         """[S] float32. Sum of each response's rewards."""
         return torch.segment_reduce(self.rewards, "sum", lengths=self.lengths)
+
+    def select(self, rows: Tensor) -> Rollout:
+        """Copy the responses ``rows`` [R] int64, in that order; whole groups, so that ``group_size`` stays true."""
+        tokens = token_indices(self.cu_seqlens, rows)
+        return Rollout(
+            prompt_ids=self.prompt_ids[token_indices(self.prompt_cu_seqlens, rows)],
+            prompt_cu_seqlens=bounds(self.prompt_lengths[rows]),
+            token_ids=self.token_ids[tokens],
+            cu_seqlens=bounds(self.lengths[rows]),
+            rewards=self.rewards[tokens],
+            is_correct=self.is_correct[rows],
+            is_truncated=self.is_truncated[rows],
+            group_size=self.group_size,
+        )
+
+    @staticmethod
+    def cat(rollouts: Sequence[Rollout]) -> Rollout:
+        """Lay rollouts of the same group size end to end."""
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(rollout, name) for rollout in rollouts])
+
+        return Rollout(
+            prompt_ids=joined("prompt_ids"),
+            prompt_cu_seqlens=bounds(joined("prompt_lengths")),
+            token_ids=joined("token_ids"),
+            cu_seqlens=bounds(joined("lengths")),
+            rewards=joined("rewards"),
+            is_correct=joined("is_correct"),
+            is_truncated=joined("is_truncated"),
+            group_size=rollouts[0].group_size,
+        )
+
+
+def bounds(lengths: Tensor) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths, [S] to [S+1] int64.
+
+    Example:
+        >>> bounds(torch.tensor([2, 1]))
+        tensor([0, 2, 3])
+    """
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def token_indices(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+    """Positions, in a packed tensor, of the tokens of the sequences ``rows``, row after row.
+
+    Example:
+        >>> token_indices(torch.tensor([0, 2, 3, 5]), torch.tensor([2, 0]))
+        tensor([3, 4, 0, 1])
+    """
+    lengths = cu_seqlens.diff()[rows]
+    shifts = (cu_seqlens[rows] - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return shifts + torch.arange(len(shifts), device=shifts.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 from vapo.config import Config
 from vapo.learning.advantages import (
     build_batch,
+    explained_variances,
     group_advantages,
     overlong_penalty,
     policy_lambda,
@@ -15,8 +16,8 @@ from vapo.learning.advantages import (
     training_mask,
     whiten,
 )
-from vapo.models.forward import Passes
 from vapo.rollout.collect import pack
+from vapo.types import Batch
 
 PLAIN = Config(whiten_advantages=False, length_adaptive_gae=False, lam_policy=0.5, lam_critic=1.0)
 VALUES = torch.tensor([0.25, 0.5, 0.75])
@@ -36,12 +37,13 @@ def two_responses():
     return packed([2, 1], [1.0, 0.0], is_truncated=[False, True])
 
 
-def passes(values=VALUES, **others):
-    return Passes(old_logprobs=torch.zeros_like(values), values=values, **others)
+def batch_with(rollout, config, values=VALUES, **others):
+    """The batch of ``rollout`` with these values, old log-probs of 0 and what else is given."""
+    return build_batch(rollout, config, **{"old_logprobs": torch.zeros_like(values), "values": values, **others})
 
 
 def test_advantages_and_returns_by_hand():
-    batch = build_batch(two_responses(), passes(), PLAIN)
+    batch = batch_with(two_responses(), PLAIN)
     # δ = (0.5 − 0.25, 1 − 0.5) and, the cut response being terminal, 0 − 0.75.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 + 0.5 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([1.0, 1.0, 0.0]))
@@ -50,7 +52,7 @@ def test_advantages_and_returns_by_hand():
 
 
 def test_gamma_discounts_the_reward_by_hand():
-    batch = build_batch(two_responses(), passes(), replace(PLAIN, gamma=0.5))
+    batch = batch_with(two_responses(), replace(PLAIN, gamma=0.5))
     # δ = (0.5 · 0.5 − 0.25, 1 − 0.5), decayed by γλ = 0.25 and by γ.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([0.5, 1.0, 0.0]))
@@ -58,15 +60,15 @@ def test_gamma_discounts_the_reward_by_hand():
 
 def test_worked_example():
     config = replace(PLAIN, lam_policy=0.95, decoupled_gae=False)
-    batch = build_batch(packed([5], [1.0]), passes(torch.zeros(5)), config)
+    batch = batch_with(packed([5], [1.0]), config, torch.zeros(5))
     expected = torch.tensor([0.81450625, 0.857375, 0.9025, 0.95, 1.0])
     torch.testing.assert_close(batch.advantages, expected)
     torch.testing.assert_close(batch.returns, expected)
 
 
 def test_whitening_shifts_and_scales_the_whole_batch():
-    plain = build_batch(two_responses(), passes(), PLAIN)
-    white = build_batch(two_responses(), passes(), replace(PLAIN, whiten_advantages=True))
+    plain = batch_with(two_responses(), PLAIN)
+    white = batch_with(two_responses(), replace(PLAIN, whiten_advantages=True))
     centred = plain.advantages - plain.advantages.mean()
     torch.testing.assert_close(white.advantages, centred / plain.advantages.std(), atol=1e-5, rtol=0)
     assert torch.equal(white.returns, plain.returns)
@@ -87,7 +89,7 @@ def test_kl_penalty_by_hand():
     # β (log π_old − log π_ref) is taken from the reward of every token (Eq. 1, 2), the last one's among them.
     old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
     config = replace(PLAIN, kl_reward_weight=0.1)
-    batch = build_batch(two_responses(), Passes(old, ref, VALUES), config)
+    batch = batch_with(two_responses(), config, old_logprobs=old, ref_logprobs=ref)
     torch.testing.assert_close(batch.rewards, torch.tensor([-0.05, 1.0 + 0.1, 0.0]))
     torch.testing.assert_close(batch.returns, torch.tensor([1.05, 1.1, 0.0]))
     # The verifier's scores are what they were.
@@ -96,7 +98,7 @@ def test_kl_penalty_by_hand():
 
 def test_without_shaping_the_rewards_are_the_verifiers():
     rollout = two_responses()
-    assert torch.equal(shaped_rewards(rollout, passes(), PLAIN), torch.tensor([0.0, 1.0, 0.0]))
+    assert torch.equal(shaped_rewards(rollout, PLAIN), torch.tensor([0.0, 1.0, 0.0]))
 
 
 def test_overlong_penalty_by_hand():
@@ -109,10 +111,10 @@ def test_overlong_penalty_is_on_the_last_token_whether_cut_or_not():
     rollout = packed([3, 4], [1.0, 0.0], is_truncated=[False, True])
     config = replace(PLAIN, truncated="penalty", max_new_tokens=4, overlong_buffer=2)
     before = rollout.rewards.clone()
-    rewards = shaped_rewards(rollout, passes(torch.zeros(7)), config)
+    rewards = shaped_rewards(rollout, config)
     assert rewards.tolist() == [0.0, 0.0, 1.0 - 0.5, 0.0, 0.0, 0.0, -1.0]
     assert torch.equal(rollout.rewards, before)
-    batch = build_batch(rollout, passes(torch.zeros(7)), config)
+    batch = batch_with(rollout, config, torch.zeros(7))
     torch.testing.assert_close(batch.returns, torch.tensor([0.5] * 3 + [-1.0] * 4))
 
 
@@ -139,7 +141,7 @@ def test_equal_scores_that_no_float_has_exactly_give_no_advantage(score):
 def test_group_estimator_gives_every_token_its_responses_advantage():
     rollout = packed([2, 1, 1, 3], [1.0, 0.0, 0.0, 0.0], group_size=2)
     config = replace(PLAIN, advantage_estimator="group")
-    batch = build_batch(rollout, Passes(torch.zeros(7)), config)
+    batch = build_batch(rollout, config, old_logprobs=torch.zeros(7))
     expected = torch.tensor([0.70711, 0.70711, -0.70711, 0.0, 0.0, 0.0, 0.0])
     torch.testing.assert_close(batch.advantages, expected, atol=1e-5, rtol=0)
     assert batch.returns.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -149,7 +151,7 @@ def test_group_estimator_gives_every_token_its_responses_advantage():
 def test_group_estimator_compares_shaped_rewards():
     rollout = packed([1, 2], [1.0, 1.0], group_size=2)
     config = replace(PLAIN, advantage_estimator="group", truncated="penalty", max_new_tokens=2, overlong_buffer=1)
-    batch = build_batch(rollout, Passes(torch.zeros(3)), config)
+    batch = build_batch(rollout, config, old_logprobs=torch.zeros(3))
     torch.testing.assert_close(batch.advantages, torch.tensor([0.70711, -0.70711, -0.70711]), atol=1e-5, rtol=0)
 
 
@@ -161,9 +163,7 @@ def test_only_mask_keeps_cut_responses_from_training(truncated):
 
 def test_masked_tokens_have_no_say_in_the_advantages_of_others():
     config = replace(PLAIN, truncated="mask", whiten_advantages=True)
-    batch, far = (
-        build_batch(two_responses(), passes(torch.tensor([0.25, 0.5, value])), config) for value in (0.75, 99.0)
-    )
+    batch, far = (batch_with(two_responses(), config, torch.tensor([0.25, 0.5, value])) for value in (0.75, 99.0))
     torch.testing.assert_close(batch.advantages[:2], far.advantages[:2])
     # Mean 0 over the two that train: (0.5, 0.5) has no variance, so both are 0 exactly.
     torch.testing.assert_close(batch.advantages, torch.zeros(3), atol=1e-6, rtol=0)
@@ -173,8 +173,8 @@ def test_bootstrap_values_reach_cut_responses_only():
     rollout = packed([2, 2], [1.0, 0.0], is_truncated=[False, True])
     values = torch.tensor([0.5, 0.5, 0.5, 0.5])
     final = torch.tensor([0.0, 0.8])
-    plain = build_batch(rollout, passes(values), PLAIN)
-    batch = build_batch(rollout, passes(values, final_values=final), replace(PLAIN, truncated="bootstrap"))
+    plain = batch_with(rollout, PLAIN, values)
+    batch = batch_with(rollout, replace(PLAIN, truncated="bootstrap"), values, bootstrap_values=final)
     assert torch.equal(batch.advantages[:2], plain.advantages[:2])
     assert torch.equal(batch.returns[:2], plain.returns[:2])
     # δ of the last token is 0 + 0.8 − 0.5, that of the one before 0.
@@ -185,10 +185,71 @@ def test_bootstrap_values_reach_cut_responses_only():
 @pytest.mark.parametrize("changes", [{}, {"decoupled_gae": False}, {"gamma": 0.9, "whiten_advantages": True}])
 def test_without_use_values_gae_sees_zeros_and_all_else_is_the_same(changes):
     config = replace(PLAIN, **changes)
-    off = build_batch(two_responses(), passes(), replace(config, use_values=False))
-    zeros = build_batch(two_responses(), passes(torch.zeros(3)), config)
+    off = batch_with(two_responses(), replace(config, use_values=False))
+    zeros = batch_with(two_responses(), config, torch.zeros(3))
     for name in ("mask", "old_logprobs", "rewards", "advantages", "returns", "lam_policy"):
         assert torch.equal(getattr(off, name), getattr(zeros, name)), name
     # The critic still trains, and its metrics tell of what it says.
     assert torch.equal(off.old_values, VALUES)
-    assert not torch.equal(off.advantages, build_batch(two_responses(), passes(), config).advantages)
+    assert not torch.equal(off.advantages, batch_with(two_responses(), config).advantages)
+
+
+def batch_of_returns(lengths, returns, values, *, group_size=2, mask=None):
+    """A batch in which all tokens of a response share a return; ``values`` are per token."""
+    prompts, responses = [torch.tensor([3])] * len(lengths), [torch.full((length,), 4) for length in lengths]
+    flags = torch.zeros(len(lengths), dtype=torch.bool)
+    rollout = pack(prompts, responses, torch.tensor(returns), flags, flags, group_size, torch.device("cpu"))
+    per_token = torch.tensor(returns).repeat_interleave(torch.tensor(lengths))
+    mask = torch.ones(len(per_token), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    zeros = torch.zeros(len(per_token))
+    return Batch(rollout, mask, zeros, None, torch.tensor(values), zeros, zeros, per_token, None)
+
+
+def test_a_critic_that_knows_only_the_group_mean_explains_nothing_within():
+    # An easy prompt of returns 11 and 9, a hard one of 1 and −1. The critic says 10 and 0.
+    batch = batch_of_returns([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.0, 10.0, 0.0, 0.0])
+    # Var(R̂ − V) is that of (1, −1, 1, −1); R̂ deviates from its mean 5 by (6, 4, −4, −6): 4 of 104.
+    assert explained_variances(batch) == pytest.approx((1 - 4 / 104, 0.0))
+
+
+def test_what_is_added_to_the_group_mean_is_explained_within():
+    batch = batch_of_returns([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.5, 9.5, 0.5, -0.5])
+    # Errors (½, −½, ½, −½) about means of 0: a quarter of the spread.
+    assert explained_variances(batch) == pytest.approx((1 - 1 / 104, 0.75))
+
+
+def test_an_offset_of_each_group_counts_overall_and_not_within():
+    # Perfect order within the groups, but each group's level is off by another amount.
+    batch = batch_of_returns([1, 1, 1, 1], [1.0, 0.0, 1.0, 0.0], [4.0, 3.0, -2.0, -3.0])
+    total, within = explained_variances(batch)
+    # e = (−3, −3, 3, 3): variance 9 of ¼.
+    assert (total, within) == pytest.approx((1 - 36, 1.0))
+
+
+def test_tokens_weigh_the_groups_mean():
+    # One group: a return 1 on three tokens, 0 on one; mean ¾. The critic says ½ on the first token only.
+    batch = batch_of_returns([3, 1], [1.0, 0.0], [0.5, 0.0, 0.0, 0.0])
+    # e = (½, 1, 1, 0) about ⅝; Σ = 1/64 + 9/64 + 9/64 + 25/64 = 44/64. Spread 3/16 + 9/16 = 3/4.
+    expected = 1 - (44 / 64) / (3 / 4)
+    assert explained_variances(batch) == pytest.approx((expected, expected))
+
+
+def test_masked_tokens_do_not_count():
+    masked = batch_of_returns(
+        [1, 1, 2], [1.0, 0.0, 9.0], [1.0, 0.5, 77.0, -5.0], group_size=3, mask=[True, True, False, False]
+    )
+    alone = batch_of_returns([1, 1], [1.0, 0.0], [1.0, 0.5])
+    assert explained_variances(masked) == pytest.approx(explained_variances(alone))
+    assert explained_variances(alone) == pytest.approx((0.75, 0.75))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3])
+def test_returns_that_do_not_vary_within_groups_give_0(value):
+    # Between the prompts they do vary.
+    between = batch_of_returns([2, 1, 1, 3], [0.1, 0.1, 0.7, 0.7], [value] * 7)
+    assert explained_variances(between)[1] == 0.0
+    assert explained_variances(batch_of_returns([2, 1], [0.1, 0.1], [value] * 3)) == (0.0, 0.0)
+
+
+def test_no_token_gives_0():
+    assert explained_variances(batch_of_returns([1, 1], [1.0, 0.0], [1.0, 0.0], mask=[False, False])) == (0.0, 0.0)

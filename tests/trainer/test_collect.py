@@ -209,9 +209,10 @@ def test_collect_groups_responses_by_prompt_and_puts_scores_on_the_last_token():
     task, policy = Flaky(), tiny_model("qwen3")
     problems = [Problem(prompt, "") for prompt in ("5 +2 =", "7 -1 -1 =")]
     sampling = Sampling(4, (1, 4))
-    rollout, texts, errors = collect(
+    kept, rollout, texts, errors = collect(
         policy, task.tokenizer, task, problems, group_size=16, sampling=sampling, generator=seeded()
     )
+    assert kept == problems
     assert rollout.group_size == 16
     prompts = rollout.prompt_ids.split(rollout.prompt_cu_seqlens.diff().tolist())
     assert [task.tokenizer.decode(prompt) for prompt in prompts] == [p.prompt for p in problems for _ in range(16)]
@@ -281,6 +282,12 @@ def test_pack_places_everything_by_hand():
     assert rollout.scores.tolist() == [0.25, -1]
     assert rollout.is_correct.tolist() == rollout.is_truncated.tolist() == [True, False]
     assert rollout.group_size == 2
+
+
+def test_pack_refuses_a_response_without_a_token_for_its_reward():
+    one, flags = torch.tensor([3]), torch.zeros(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"every response must have at least 1 token; got lengths \[1, 0\]"):
+        pack([one, one], [one, one[:0]], torch.zeros(2), flags, flags, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Dynamic sampling on groups made by hand: which are kept, in what order, and when sampling ends."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from vapo.rollout import dynamic_sampling
 from vapo.rollout.collect import Collected, pack
-from vapo.rollout.dynamic_sampling import informative_groups, join, sample_informative, take_groups
+from vapo.rollout.dynamic_sampling import informative_groups, sample_informative
 from vapo.tasks import Problem
 
 MIXED, RIGHT, WRONG = [True, False], [True, True], [False, False]
@@ -23,7 +25,9 @@ def group(number, kind, scores=(0.0, 0.0)):
         2,
         torch.device("cpu"),
     )
-    return Collected(rollout, [f"{number}a", f"{number}b"], [f"error {number}"] if number == 0 else [])
+    return Collected(
+        [Problem(str(number), "")], rollout, [f"{number}a", f"{number}b"], [f"error {number}"] if number == 0 else []
+    )
 
 
 class Source:
@@ -33,24 +37,36 @@ class Source:
         self.groups = [group(number, kind) for number, kind in enumerate(kinds)]
         self.per_round, self.dealt = per_round, 0
 
-    def draw(self):
+    def next_problems(self):
         start, self.dealt = self.dealt, self.dealt + self.per_round
         return [Problem(str(number), "") for number in range(start, self.dealt)]
 
     def collect(self, problems):
-        return join([self.groups[int(problem.prompt)] for problem in problems])
+        return Collected.cat([self.groups[int(problem.prompt)] for problem in problems])
 
     def sample(self, num_prompts, max_rounds):
-        return sample_informative(self.draw, self.collect, num_prompts=num_prompts, max_rounds=max_rounds)
+        return outcome(self.next_problems, self.collect, num_prompts=num_prompts, max_rounds=max_rounds)
+
+
+class Outcome(NamedTuple):
+    collected: Collected
+    rounds: float
+    informative: float
+
+
+def outcome(*args, **settings):
+    collected, metrics = sample_informative(*args, **settings)
+    assert metrics.keys() == {"rollout/rounds", "rollout/informative_groups"}
+    return Outcome(collected, *metrics.values())
 
 
 def prompts(sampled):
-    return [int(problem.prompt) for problem in sampled.problems]
+    return [int(problem.prompt) for problem in sampled.collected.problems]
 
 
 def assert_agrees(sampled, source):
     """Problems, texts and tokens all tell of the same groups, in the same order."""
-    expected = join([source.groups[number] for number in prompts(sampled)])
+    expected = Collected.cat([source.groups[number] for number in prompts(sampled)])
     assert sampled.collected.texts == expected.texts
     for field in (
         "prompt_ids",
@@ -106,10 +122,10 @@ def test_one_round_takes_what_it_gives():
     assert_agrees(sampled, source)
 
 
-def test_groups_are_judged_by_the_verifiers_word_and_not_by_scores():
+def test_groups_are_judged_by_the_verifiers_result_and_not_by_scores():
     differing_scores = [group(0, RIGHT, scores=(1.0, 0.2)), group(1, WRONG, scores=(0.0, 0.5))]
     equal_scores = [group(2, MIXED, scores=(1.0, 1.0)), group(3, MIXED, scores=(-1.0, -1.0))]
-    rollout = join(differing_scores + equal_scores).rollout
+    rollout = Collected.cat(differing_scores + equal_scores).rollout
     assert informative_groups(rollout).tolist() == [False, False, True, True]
 
 
@@ -133,7 +149,7 @@ def test_a_rank_that_has_its_share_waits_for_the_others(monkeypatch, rounds_of_o
         return source.collect(problems)
 
     monkeypatch.setattr(dynamic_sampling, "max_over_ranks", most)
-    sampled = sample_informative(source.draw, collect, num_prompts=2, max_rounds=4)
+    sampled = outcome(source.next_problems, collect, num_prompts=2, max_rounds=4)
     # It draws and asks as often as the others, but samples once.
     assert (sampled.rounds, source.dealt, collected) == (rounds, 2 * rounds, [["0", "1"]])
     assert len(asked) == min(rounds + 1, 4)
@@ -141,9 +157,10 @@ def test_a_rank_that_has_its_share_waits_for_the_others(monkeypatch, rounds_of_o
     assert_agrees(sampled, source)
 
 
-def test_take_groups_keeps_the_order_asked_for():
-    joined = join([group(number, MIXED) for number in range(3)])
-    taken = take_groups(joined, [2, 0])
+def test_select_keeps_the_order_asked_for():
+    joined = Collected.cat([group(number, MIXED) for number in range(3)])
+    taken = joined.select([2, 0])
+    assert [problem.prompt for problem in taken.problems] == ["2", "0"]
     assert taken.texts == ["2a", "2b", "0a", "0b"]
     assert taken.rollout.token_ids.tolist() == [20, 20, 20, 21, 21, 0, 1, 1]
     assert taken.rollout.cu_seqlens.tolist() == [0, 3, 5, 6, 8]

@@ -1,4 +1,4 @@
-"""Model passes: each token's state, whatever else is in the micro-batch, and nothing but those states."""
+"""Forward passes: each token's state, whatever else is in the micro-batch, and nothing but those states."""
 
 from dataclasses import replace
 
@@ -6,23 +6,26 @@ import pytest
 import torch
 from families import ATTENTIONS, FAMILIES, VOCABULARY, tiny_model
 
+from vapo.config import Config
 from vapo.models import forward
 from vapo.models.forward import (
     all_rows,
-    even_micro_batches,
+    bootstrap_values,
     features_at,
     final_values,
     logits_at,
     micro_batches,
+    over_micro_batches,
     packed_inputs,
     padded_inputs,
+    rollout_logprobs,
+    rollout_values,
     sequence_lengths,
     state_features,
     state_values,
-    token_indices,
     token_logits,
 )
-from vapo.models.load import critic_from_policy, value_head
+from vapo.models.load import critic_from_policy, plain_head, value_head
 from vapo.models.sharding import distributed, inside
 from vapo.rollout.collect import pack
 
@@ -71,31 +74,21 @@ def scored_critic(policy):
     return critic.eval()
 
 
-def test_token_indices_follow_the_order_of_rows():
-    assert token_indices(torch.tensor([0, 3, 4, 6]), torch.tensor([2, 0])).tolist() == [4, 5, 0, 1, 2]
-    assert token_indices(torch.tensor([0, 3]), torch.tensor([], dtype=torch.long)).tolist() == []
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_rows_are_those_of_each_response_alone(family, rollout):
-    policy = tiny_model(family)
-    expected = one_by_one(logits_alone(policy), rollout, ROWS)
-    torch.testing.assert_close(token_logits(policy, rollout, ROWS), expected, atol=2e-5, rtol=1e-5)
-    expected = one_by_one(features_alone(policy), rollout, ROWS)
-    torch.testing.assert_close(state_features(policy, rollout, ROWS), expected, atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("family", "attention"), [(family, attention) for family in FAMILIES for attention in ATTENTIONS[family]]
 )
-def test_a_packed_row_is_each_response_alone(family, attention, rollout):
+def test_padded_and_packed_rows_are_each_response_alone(family, attention, rollout):
     policy = tiny_model(family, attention)
-    packed = packed_inputs(padded_inputs(rollout, ROWS), sequence_lengths(rollout, ROWS) - 1)
+    padded = padded_inputs(rollout, ROWS)
+    packed = packed_inputs(padded, sequence_lengths(rollout, ROWS) - 1)
     assert packed.input_ids.shape == (1, 9 + 6 + 1)
-    expected = one_by_one(features_alone(policy), rollout, ROWS)
-    torch.testing.assert_close(features_at(policy, packed), expected, atol=2e-5, rtol=1e-5)
-    expected = one_by_one(logits_alone(policy), rollout, ROWS)
-    torch.testing.assert_close(logits_at(policy, packed), expected, atol=2e-5, rtol=1e-5)
+    for read, read_at, alone in (
+        (state_features, features_at, features_alone),
+        (token_logits, logits_at, logits_alone),
+    ):
+        expected = one_by_one(alone(policy), rollout, ROWS)
+        for found in (read(policy, rollout, ROWS), read_at(policy, padded), read_at(policy, packed)):
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_gradients_through_a_packed_row_are_those_through_padded_rows(rollout):
@@ -201,6 +194,7 @@ def test_the_scalar_head_stays_float32_under_bfloat16(rollout, small_config, lea
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 14, 20, 1000])
 def test_micro_batches_partition_the_rows_within_the_budget(rollout, max_tokens):
+    assert micro_batches(rollout, torch.tensor([], dtype=torch.long), max_tokens) == []
     rows = torch.tensor([3, 0, 2])
     parts = micro_batches(rollout, rows, max_tokens)
     widths = [prompt + response for prompt, response in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
@@ -210,18 +204,81 @@ def test_micro_batches_partition_the_rows_within_the_budget(rollout, max_tokens)
     assert len(parts) == {1: 3, 7: 3, 14: 3, 20: 2, 1000: 1}[max_tokens]
 
 
-def test_no_rows_make_no_micro_batch(rollout):
-    assert micro_batches(rollout, torch.tensor([], dtype=torch.long), 100) == []
+@pytest.mark.parametrize(
+    ("rows", "most", "expected"),
+    [
+        ([3, 0, 2], 2, [([0, 2], True), ([3], True)]),
+        ([3, 0, 2], 4, [([0, 2], True), ([3], True), ([0], False), ([0], False)]),
+        ([], 0, []),
+        ([], 1, [([0], False)]),
+    ],
+)
+def test_a_rank_with_fewer_micro_batches_repeats_a_response_that_is_not_its_own(
+    rollout, critic_and_values, monkeypatch, rows, most, expected
+):
+    monkeypatch.setattr(forward, "max_over_ranks", lambda number: max(number, most))
+    rows, calls = torch.tensor(rows, dtype=torch.long), []
+
+    def body(model, rows, is_own, *args):
+        calls.append((rows.tolist(), is_own))
+        return model, args
+
+    found = list(over_micro_batches("model", body, rollout, rows, 20, 1, 2))
+    assert calls == expected == [(rows.tolist(), is_own) for rows, is_own, _ in found]
+    assert all(out == ("model", (1, 2)) for *_, out in found)
+    # What is not its own changes no result.
+    critic, values = critic_and_values
+    torch.testing.assert_close(rollout_values(critic, rollout, Config(micro_batch_tokens=20)), values)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(2, []), (4, [([0], False), ([0], False)])])
-def test_a_rank_with_fewer_micro_batches_repeats_a_response_that_does_not_count(rollout, monkeypatch, most, expected):
-    monkeypatch.setattr(forward, "max_over_ranks", lambda number: most)
-    parts = [(rows.tolist(), counts) for rows, counts in even_micro_batches(rollout, torch.tensor([3, 0, 2]), 20)]
-    assert parts == [([0, 2], True), ([3], True), *expected]
-    monkeypatch.setattr(forward, "max_over_ranks", lambda number: 1)
-    idle = list(even_micro_batches(rollout, torch.tensor([], dtype=torch.long), 20))
-    assert [(rows.tolist(), counts) for rows, counts in idle] == [([0], False)]
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+@pytest.mark.parametrize(("temperature", "head"), [(1.0, "plain"), (0.5, "plain"), (0.5, "whole"), (1.0, "capped")])
+def test_logprobs_are_the_models_at_the_sampling_temperature(rollout, temperature, head, micro_batch_tokens):
+    policy = tiny_model("qwen3")
+    plain_head(policy)
+    if head == "whole":
+        policy.has_plain_head = False
+    if head == "capped":
+        own_forward = policy.forward
+
+        def capped(*args, **kwargs):
+            out = own_forward(*args, **kwargs)
+            out.logits = 0.5 * torch.tanh(out.logits / 0.5)
+            return out
+
+        policy.forward = capped
+        del policy.has_plain_head
+    assert (plain_head(policy) is not None) == (head == "plain")
+    logits = one_by_one(logits_alone(policy), rollout, all_rows(rollout)) / temperature
+    config = Config(temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    logprobs = rollout_logprobs(policy, rollout, config)
+    expected = logits.log_softmax(-1).gather(-1, rollout.token_ids[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
+    assert not logprobs.requires_grad
+
+
+@pytest.fixture
+def critic_and_values(rollout):
+    """A critic and what it says of every token's state, each response alone."""
+    critic = scored_critic(tiny_model("qwen3"))
+    return critic, one_by_one(logits_alone(critic), rollout, all_rows(rollout))[:, 0].detach()
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_values_are_before_each_token_and_after_the_last_of_truncated_responses(
+    rollout, critic_and_values, micro_batch_tokens
+):
+    critic, expected = critic_and_values
+    config = Config(micro_batch_tokens=micro_batch_tokens)
+    values = rollout_values(critic, rollout, config)
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    assert values.std() > 0.01 and not values.requires_grad
+    rollout = replace(rollout, is_truncated=torch.tensor([False, True, False, True]))
+    last = [logits_alone(critic)(ids[None])[0, -1, 0].item() for ids, _ in sequences(rollout, all_rows(rollout))]
+    expected = torch.tensor(last) * rollout.is_truncated
+    found = bootstrap_values(critic, rollout, config)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    assert not found.requires_grad and found.count_nonzero() == 2
 
 
 def test_rejects_bad_input(rollout):

@@ -34,7 +34,6 @@ from vapo.models import sharding
 from vapo.models.load import value_head
 from vapo.presets import PRESETS
 from vapo.rollout.collect import Collected, pack
-from vapo.rollout.dynamic_sampling import take_groups
 from vapo.rollout.sampling import Sampling
 from vapo.tasks import Problem, load_task
 from vapo.trainer import train
@@ -72,7 +71,7 @@ CASES = {
 
 @functools.cache
 def fixed_groups() -> Collected:
-    """Four groups of two responses each, the same wherever this is called."""
+    """Four problems with two responses each, the same wherever this is called."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 21, (length,), generator=generator) for length in (4, 2, 5, 3)]
     prompts = [prompt for prompt in prompts for _ in range(2)]
@@ -81,12 +80,13 @@ def fixed_groups() -> Collected:
     is_correct = torch.tensor([True, False, True, True, False, False, False, True])
     scores = is_correct + torch.arange(8) / 10 * ~is_truncated
     rollout = pack(prompts, responses, scores, is_correct, is_truncated, 2, torch.device("cpu"))
-    return Collected(rollout, [f"response {number}" for number in range(8)], ["failed"])
+    problems = [Problem(f"problem {number}", "") for number in range(4)]
+    return Collected(problems, rollout, [f"response {number}" for number in range(8)], ["failed"])
 
 
 def share_of_fixed_groups(*args: Any, group_size: int = 2, **kwargs: Any) -> Collected:
     """Replaces sampling: this rank's groups; one verifier failed on each rank."""
-    collected = take_groups(fixed_groups(), sharding.share_of(range(4)))
+    collected = fixed_groups().select(sharding.share_of(range(4)))
     return collected._replace(rollout=replace(collected.rollout, group_size=group_size))
 
 
@@ -124,7 +124,7 @@ def weights_of(learner: Learner) -> dict[str, Tensor]:
 def gradients(learner: Learner, config: Config) -> dict[str, Any]:
     """Gradients and loss terms of both models, and the whitened advantages, before any step."""
     rollout = share_of_fixed_groups().rollout
-    batch = build_batch(rollout, model_passes(learner, rollout, 1, config, {}), config)
+    batch = build_batch(rollout, config, **model_passes(learner, rollout, 1, config, {}))
     (part,) = mini_batches(batch, 1, 1, torch.Generator())
     found = {"policy terms": sharding.sum_over_ranks(accumulate_policy_loss(learner.policy, batch, part, config))}
     if learner.critic is not None:

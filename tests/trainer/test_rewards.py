@@ -1,4 +1,4 @@
-"""Rewards sit on the last sampled token; the verifier's word is kept apart from them."""
+"""Rewards sit on the last sampled token; the verifier's result is kept apart from them."""
 
 import pytest
 import torch
@@ -7,10 +7,16 @@ from vapo.rollout.rewards import terminal_rewards, verify
 from vapo.tasks import Problem, Verdict
 
 
-def test_reward_is_on_the_last_token_of_its_response():
-    rewards = terminal_rewards(torch.tensor([True, False, True]), torch.tensor([0, 1, 3, 6]))
-    assert rewards.tolist() == [1, 0, 0, 0, 0, 1]
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_reward_is_on_the_last_sampled_token_of_its_response(dtype):
+    # Responses of 1, 2, 3, 0 and 2 tokens; of the last two none is sampled.
+    mask, bounds = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]).to(dtype), torch.tensor([0, 1, 3, 6, 6, 8])
+    rewards = terminal_rewards(torch.tensor([3.0, 0.0, 2.0, 7.0, 9.0]), mask, bounds)
+    assert rewards.tolist() == [3, 0, 0, 0, 2, 0, 0, 0]
     assert rewards.dtype == torch.float32
+    assert terminal_rewards(torch.tensor([True, False]), torch.ones(3), torch.tensor([0, 1, 3])).tolist() == [1, 0, 0]
+    rows = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).to(dtype)
+    assert terminal_rewards(torch.tensor([1.0, 2.0, 3.0]), rows).tolist() == [[0, 0, 1, 0], [0] * 4, [0, 0, 0, 3]]
 
 
 class Echo:
@@ -54,9 +60,14 @@ def test_a_score_that_no_float32_holds_is_an_error_of_its_row(score):
 
 
 def test_rejects_bad_input(task):
-    with pytest.raises(ValueError, match=r"every response must have at least 1 token; got lengths \[2, 0\]"):
-        terminal_rewards(torch.ones(2), torch.tensor([0, 2, 2]))
-    with pytest.raises(ValueError, match=r"scores must be \[S\] and cu_seqlens \[S\+1\]; got \(2,\) and \(2,\)"):
-        terminal_rewards(torch.ones(2), torch.tensor([0, 2]))
+    bounds = torch.tensor([0, 2])
+    for arguments, expected in (
+        ((torch.ones(2), torch.ones(2), bounds), r"scores must be [S] and cu_seqlens [S+1]; got (2,) and (2,)"),
+        ((torch.ones(1), torch.ones(2)), "mask must be [N] with cu_seqlens or [S, T] without; got (2,)"),
+        ((torch.ones(1), torch.ones(1, 2), bounds), "mask must be [N] with cu_seqlens or [S, T] without; got (1, 2)"),
+    ):
+        with pytest.raises(ValueError) as error:
+            terminal_rewards(*arguments)
+        assert str(error.value) == expected
     with pytest.raises(ValueError, match="must have the same length; got 1, 2 and 1"):
         verify(task, [Problem("", "4")], ["", ""], torch.tensor([False]))

@@ -9,7 +9,7 @@ from vapo.config import Config
 from vapo.learning.advantages import build_batch
 from vapo.learning.step import sample_groups
 from vapo.learning.update import accumulate_policy_loss, accumulate_value_loss, mini_batches
-from vapo.models.forward import Passes, rollout_logprobs
+from vapo.models.forward import rollout_logprobs
 
 ON = Config(
     num_prompts=3,
@@ -43,8 +43,14 @@ def quantities(policy, critic, rollout, batch_of, learner_of):
 
     def measure(config):
         bootstrap = final_values if config.truncated == "bootstrap" else None
-        passes = Passes(logprobs, logprobs + 0.1 * VALUES, VALUES if config.has_critic else None, bootstrap)
-        batch = build_batch(rollout, passes, config)
+        batch = build_batch(
+            rollout,
+            config,
+            old_logprobs=logprobs,
+            ref_logprobs=logprobs + 0.1 * VALUES,
+            values=VALUES if config.has_critic else None,
+            bootstrap_values=bootstrap,
+        )
         given = batch_of(**fixed, mask=batch.mask)
         (part,) = mini_batches(given, 1, 1, torch.Generator())
         policy.zero_grad()
@@ -52,11 +58,11 @@ def quantities(policy, critic, rollout, batch_of, learner_of):
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         critic.zero_grad()
         value_terms = accumulate_value_loss(critic, given, part, config, value_clip=config.value_clip)
-        sampled = sample_groups(learner_of(config), config)
+        sampled, sampling = sample_groups(learner_of(config), config)
         return {
             "phases": config.total_steps - config.warm_start_steps - config.steps,
             "prompts of a step": len(sampled.problems),
-            "rounds of sampling": sampled.rounds,
+            "rounds of sampling": sampling.get("rollout/rounds"),
             "training mask": batch.mask.tolist(),
             "rewards": batch.rewards.tolist(),
             "λ_policy": None if batch.lam_policy is None else batch.lam_policy.tolist(),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vapo.rollout.rewards import terminal_rewards
 from vapo_kernels import packed_gae, token_logprobs
 from vapo_kernels import policy_loss as fused_policy_loss
 
@@ -47,7 +48,7 @@ def advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> Non
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
     rewards = -args.kl_coef * torch.cat(rollout_data["kl"]).to(packed_values)
     scores = torch.as_tensor(rollout_data["rewards"], dtype=torch.float32, device=device)
-    rewards = rewards + scores.repeat_interleave(cu_seqlens.diff()) * _is_last_sampled(mask, cu_seqlens)
+    rewards = rewards + terminal_rewards(scores, mask, cu_seqlens)
     out = packed_gae(
         rewards,
         packed_values,
@@ -88,17 +89,17 @@ def policy_loss(
     _expect_supported(args, batch, logits)
     at = _logits_of_responses(batch, logits.device)
 
-    def placed(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def scattered(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.zeros(logits.shape[1], dtype=dtype, device=logits.device).index_copy(
             0, at, torch.cat(parts).to(logits.device, dtype)
         )
 
     pairs = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
     responses = [tokens[len(tokens) - length :] for tokens, length in pairs]
-    token_ids, mask = placed(responses, torch.int64), placed(batch["loss_masks"], torch.bool)
+    token_ids, mask = scattered(responses, torch.int64), scattered(batch["loss_masks"], torch.bool)
     given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     if given:
-        old_logprobs = placed(given, torch.float32)
+        old_logprobs = scattered(given, torch.float32)
     else:  # slime skips them where the policy has not moved since the rollout.
         old_logprobs = token_logprobs(
             logits[0].detach(), token_ids, mask=mask, temperature=args.rollout_temperature
@@ -107,14 +108,14 @@ def policy_loss(
         logits[0],
         token_ids,
         old_logprobs,
-        placed(batch["advantages"], torch.float32),
+        scattered(batch["advantages"], torch.float32),
         mask,
         clip_low=args.eps_clip,
         clip_high=args.eps_clip_high,
         dual_clip=args.eps_clip_c,
         temperature=args.rollout_temperature,
         num_tokens=1,
-        ref_logprobs=placed(batch["ref_log_probs"], torch.float32) if args.use_kl_loss else None,
+        ref_logprobs=scattered(batch["ref_log_probs"], torch.float32) if args.use_kl_loss else None,
         kl_weight=float(args.kl_loss_coef) if args.use_kl_loss else 0.0,
         entropy_weight=args.entropy_coef,
     )
@@ -128,15 +129,8 @@ def policy_loss(
     return out.loss, metrics | ({"kl_loss": out.kl} if args.use_kl_loss else {})
 
 
-def _is_last_sampled(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] bool: the last True place of each sequence that has one."""
-    counts = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    up_to_end = counts[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
-    return mask & (counts[1:] == up_to_end)
-
-
 def _logits_of_responses(batch: dict[str, Any], device: torch.device) -> Tensor:
-    """Rows of the packed logits that predict the response tokens: each one place before its token."""
+    """Rows of the packed logits that predict the response tokens: each one position before its token."""
     rows, end = [], 0
     for total, length in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
         end += total

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vapo.integrations import host_attribute
+from vapo.rollout.rewards import terminal_rewards
 from vapo_kernels import logprob_policy_loss, padded_gae
 
 # Private parts of TRL that the subclass overrides or calls.
@@ -72,7 +73,7 @@ class VAPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
-        mask = _sampled(out)
+        mask = _mask(out)
         mine = slice(self.accelerator.process_index * len(mask), (self.accelerator.process_index + 1) * len(mask))
         scores = self._scores[mine]
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
@@ -80,7 +81,7 @@ class VAPOTrainer(GRPOTrainer):
             self._scores.view(-1, num_generations).nanmean(1).nan_to_num(0).repeat_interleave(num_generations)[mine]
         )
         values = group_means[:, None].expand(mask.shape) if self.critic is None else self._values(out)
-        rewards = on_last_sampled_token(scores.nan_to_num(0), mask)
+        rewards = terminal_rewards(scores.nan_to_num(0), mask)
         gae = padded_gae(rewards, values, mask, lam_policy=self.lam_policy, alpha=self.alpha)
         is_correct = scores > self.correct_above
         num_correct = (mask * is_correct[:, None]).sum()
@@ -92,7 +93,7 @@ class VAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _values(self, out: dict[str, Any]) -> Tensor:
-        """V of the state before each completion token: the critic's output one place earlier."""
+        """V of the state before each completion token: the critic's output one position earlier."""
         input_ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
         attention_mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
         values = self.critic(input_ids=input_ids, attention_mask=attention_mask).logits.squeeze(-1)
@@ -106,7 +107,7 @@ class VAPOTrainer(GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
         )
-        mask = _sampled(inputs)
+        mask = _mask(inputs)
         old_logprobs, weights = inputs.get("old_per_token_logps"), inputs.get("importance_sampling_ratio")
         share = self._share_of_generation_batch()
         out = logprob_policy_loss(
@@ -144,19 +145,6 @@ class VAPOTrainer(GRPOTrainer):
         return self.current_gradient_accumulation_steps if mode == "train" else 1
 
 
-def on_last_sampled_token(scores: Tensor, mask: Tensor) -> Tensor:
-    """Put each row's score on its last True place, [B] and [B, T] to [B, T]; a row without one gets none.
-
-    Example:
-        >>> on_last_sampled_token(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1, 0], [0, 0, 0]]))
-        tensor([[0., 1., 0.],
-                [0., 0., 0.]])
-    """
-    sampled = mask.bool()
-    is_last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
-    return scores[:, None] * is_last
-
-
-def _sampled(inputs: dict[str, Any]) -> Tensor:
+def _mask(inputs: dict[str, Any]) -> Tensor:
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

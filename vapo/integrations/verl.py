@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from vapo.integrations import host_attribute
+from vapo.rollout.rewards import terminal_rewards
 from vapo_kernels import logprob_policy_loss, masked_whiten, padded_gae
 
 LOSS_MODE = "vapo"
@@ -83,7 +84,7 @@ def gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns for verl, by `padded_gae` (Eq. 5–9, 13–15).
 
-    Unlike verl's own: λ_policy and λ_critic may differ; a masked place is never read; its reward, where a response
+    Unlike verl's own: λ_policy and λ_critic may differ; a masked token is never read; its reward, where a response
     ends on a tool's output, counts on the last sampled token; masked returns are 0.
 
     ``lam``, verl's ``algorithm.lam``, is both λ where the config has no ``vapo`` node, and else unused.
@@ -93,7 +94,7 @@ def gae_advantage_return(
     """
     settings = _settings.get() or Settings(lam_policy=lam, lam_critic=lam)
     out = padded_gae(
-        on_last_sampled_token(token_level_rewards, response_mask),
+        sampled_rewards(token_level_rewards, response_mask),
         values,
         response_mask,
         gamma=gamma,
@@ -105,17 +106,16 @@ def gae_advantage_return(
     return advantages, out.returns
 
 
-def on_last_sampled_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Move the rewards of masked places to their row's last sampled token; NaN and inf there count as 0.
+def sampled_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Move the rewards of masked tokens to their row's last sampled token; NaN and inf there count as 0.
 
     Example:
-        >>> on_last_sampled_token(torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[1, 1, 0]]))
+        >>> sampled_rewards(torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[1, 1, 0]]))
         tensor([[0.0000, 1.5000, 0.0000]])
     """
-    sampled = mask.bool()
-    stray = rewards.masked_fill(sampled, 0).nan_to_num(0, 0, 0).sum(1, keepdim=True)
-    last = (sampled.cumsum(1) == sampled.sum(1, keepdim=True)) & sampled
-    return rewards.masked_fill(~sampled, 0) + torch.where(last, stray, 0)
+    mask = mask.bool()
+    stray = rewards.masked_fill(mask, 0).nan_to_num(0, 0, 0).sum(1)
+    return rewards.masked_fill(~mask, 0) + terminal_rewards(stray, mask)
 
 
 def policy_loss(
@@ -286,7 +286,7 @@ def _say_once(sentence: str) -> None:
 
 
 # What is replaced, and the parameters that it had in the supported version.
-_PLACES = {
+_HOST_FUNCTIONS = {
     "verl.trainer.ppo.core_algos:compute_gae_advantage_return": (
         "token_level_rewards", "values", "response_mask", "gamma", "lam",
     ),
@@ -306,11 +306,11 @@ def activate() -> None:
     """
     if _replaced:
         return
-    _, advantage, init_model = (host_attribute("verl", path, names) for path, names in _PLACES.items())
+    _, advantage, init_model = (host_attribute("verl", path, names) for path, names in _HOST_FUNCTIONS.items())
     host_attribute("verl", "verl.workers.utils.losses:ppo_loss", ("config", "model_output", "data", "dp_group"))
     register = host_attribute("verl", "verl.trainer.ppo.core_algos:register_policy_loss", ("name",))
     ours = (gae_advantage_return, _compute_advantage_with_settings(advantage), _init_model_with_nll(init_model))
-    for path, replacement in zip(_PLACES, ours, strict=True):
+    for path, replacement in zip(_HOST_FUNCTIONS, ours, strict=True):
         owner, _, name = path.replace(":", ".").rpartition(".")
         setattr(pkgutil.resolve_name(owner), name, replacement)
         _replaced[path] = replacement
@@ -341,9 +341,9 @@ def check() -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     found = {path: host_attribute("verl", path) for path in _replaced} | {LOSS_MODE: get_policy_loss_fn(LOSS_MODE)}
-    for place, ours in (_replaced | {LOSS_MODE: policy_loss}).items():
-        if found[place] is not ours:
-            raise RuntimeError(f"expected {place} to be vapo's, got {found[place]}")
+    for path, ours in (_replaced | {LOSS_MODE: policy_loss}).items():
+        if found[path] is not ours:
+            raise RuntimeError(f"expected {path} to be vapo's, got {found[path]}")
 
 
 activate()

@@ -6,29 +6,35 @@ import torch
 from torch import Tensor
 
 from vapo.config import Config
-from vapo.models.forward import Passes
-from vapo.models.sharding import sum_over_ranks, world_size
+from vapo.models.sharding import sum_over_ranks
+from vapo.rollout.rewards import terminal_rewards
 from vapo.types import Batch, Rollout
-from vapo_kernels import (
-    explained_variance_from,
-    length_adaptive_lambda,
-    masked_whiten,
-    packed_gae,
-    value_moments,
-)
+from vapo_kernels import explained_variance_from, length_adaptive_lambda, packed_gae, value_moments
+from vapo_kernels.ops.whiten import masked_moments, whiten_by
 
 
-def build_batch(rollout: Rollout, passes: Passes, config: Config) -> Batch:
+def build_batch(
+    rollout: Rollout,
+    config: Config,
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None = None,
+    values: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> Batch:
     """Shape the rewards, then estimate advantages and returns (Eq. 5, 9, 13–15, or from the group's scores).
 
     Args:
         rollout: S responses, N tokens.
-        passes: What the models say of them.
         config: The settings of the estimator, of truncated responses, of the KL penalty and of whitening.
+        old_logprobs: [N] float32. log π_old of the sampled tokens, Eq. 4.
+        ref_logprobs: [N] float32 or None. The same of the policy before RL, Eq. 2.
+        values: [N] float32 or None. V(s_t) before each sampled token; None is 0.
+        bootstrap_values: [S] float32 or None. V(s_l) of truncated responses, 0 of others.
     """
     mask = training_mask(rollout, config)
-    rewards = shaped_rewards(rollout, passes, config)
-    values = torch.zeros_like(rewards) if passes.values is None else passes.values
+    rewards = shaped_rewards(rollout, config, old_logprobs, ref_logprobs)
+    values = torch.zeros_like(rewards) if values is None else values
     if config.has_critic:
         lam_policy = policy_lambda(rollout.lengths, config)
         gae = packed_gae(
@@ -39,7 +45,7 @@ def build_batch(rollout: Rollout, passes: Passes, config: Config) -> Batch:
             gamma=config.gamma,
             lam_policy=lam_policy,
             lam_critic=config.lam_critic if config.decoupled_gae else lam_policy,
-            bootstrap_values=passes.final_values,
+            bootstrap_values=bootstrap_values,
         )
         advantages, returns = gae.advantages, gae.returns
     else:
@@ -48,9 +54,7 @@ def build_batch(rollout: Rollout, passes: Passes, config: Config) -> Batch:
         returns = scores.repeat_interleave(rollout.lengths)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    return Batch(
-        rollout, mask, passes.old_logprobs, passes.ref_logprobs, values, rewards, advantages, returns, lam_policy
-    )
+    return Batch(rollout, mask, old_logprobs, ref_logprobs, values, rewards, advantages, returns, lam_policy)
 
 
 def training_mask(rollout: Rollout, config: Config) -> Tensor:
@@ -59,16 +63,16 @@ def training_mask(rollout: Rollout, config: Config) -> Tensor:
     return trains.repeat_interleave(rollout.lengths)
 
 
-def shaped_rewards(rollout: Rollout, passes: Passes, config: Config) -> Tensor:
+def shaped_rewards(
+    rollout: Rollout, config: Config, old_logprobs: Tensor | None = None, ref_logprobs: Tensor | None = None
+) -> Tensor:
     """Rewards per token, [N] float32: the verifier's, the overlong penalty (DAPO) and −β log π_old/π_ref (Eq. 1, 2)."""
     rewards = rollout.rewards
     if config.truncated == "penalty":
-        rewards = rewards.clone()
-        rewards[rollout.cu_seqlens[1:] - 1] += overlong_penalty(
-            rollout.lengths, config.max_new_tokens, config.used_overlong_buffer
-        )
+        penalty = overlong_penalty(rollout.lengths, config.max_new_tokens, config.used_overlong_buffer)
+        rewards = rewards + terminal_rewards(penalty, torch.ones_like(rollout.token_ids), rollout.cu_seqlens)
     if config.kl_reward_weight:
-        rewards = rewards - config.kl_reward_weight * (passes.old_logprobs - passes.ref_logprobs)
+        rewards = rewards - config.kl_reward_weight * (old_logprobs - ref_logprobs)
     return rewards
 
 
@@ -119,14 +123,8 @@ def group_advantages(scores: Tensor, group_size: int) -> Tensor:
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Give the advantages under ``mask`` mean 0 and variance 1 over all ranks; 0 elsewhere."""
-    if world_size() == 1:
-        return masked_whiten(advantages, mask)
-    kept = advantages[mask].double()
-    count, total = sum_over_ranks(torch.stack((kept.new_tensor(len(kept)), kept.sum())))
-    mean = total / count.clamp(min=1)
-    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=1)
-    return torch.where(mask, (advantages - mean) * (variance + 1e-8).rsqrt(), 0).float()
+    """Give the advantages under ``mask`` mean 0 and variance 1 over all ranks, as `masked_whiten`; 0 elsewhere."""
+    return whiten_by(sum_over_ranks(masked_moments(advantages, mask, None)), advantages, mask)
 
 
 def explained_variances(batch: Batch) -> tuple[float, float]:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
-from vapo.models.load import critic_from_policy, load_critic, load_policy, plain_head, value_head
+from vapo.models.load import critic_from_policy, load_critic, load_policy, max_positions, plain_head, value_head
 from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
-from vapo.rollout.sampling import Sampling, max_positions, sampling_of
+from vapo.rollout.sampling import Sampling, sampling_of
 from vapo.tasks import Task
 from vapo.types import PHASES
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from vapo.config import Config
 from vapo.learning.advantages import build_batch, explained_variances
@@ -15,10 +16,10 @@ from vapo.learning.learner import Learner
 from vapo.learning.samples import evenly_spread, response_records, skipped_responses
 from vapo.learning.update import mini_batches, set_lr, take_steps, update_critic, update_policy
 from vapo.learning.value_pretraining import center_critic
-from vapo.models.forward import Passes, rollout_logprobs, rollout_values, truncated_values
+from vapo.models.forward import bootstrap_values, rollout_logprobs, rollout_values
 from vapo.models.sharding import gather_over_ranks, gathered, mean_over_ranks, share_of, sum_over_ranks
 from vapo.rollout.collect import Collected, collect
-from vapo.rollout.dynamic_sampling import Sampled, sample_informative
+from vapo.rollout.dynamic_sampling import sample_informative
 from vapo.tasks import Problem
 from vapo.types import Batch, Rollout, StepReport
 
@@ -28,28 +29,28 @@ def vapo_step(learner: Learner, step: int, config: Config) -> StepReport:
     metrics: dict[str, float] = {}
     with timed(metrics, "step"):
         with timed(metrics, "gen"):
-            sampled = sample_groups(learner, config)
-            rollout = sampled.collected.rollout
+            (problems, rollout, texts, errors), sampling = sample_groups(learner, config)
         passes = model_passes(learner, rollout, step, config, metrics)
         with timed(metrics, "adv"):
-            batch = build_batch(rollout, passes, config)
+            batch = build_batch(rollout, config, **passes)
         metrics |= update_models(learner, batch, step, config, metrics)
     num_tokens = sum_over_ranks(torch.tensor(len(rollout.prompt_ids) + len(rollout.token_ids))).item()
     metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"]
-    metrics |= batch_metrics(batch, config) | sampling_metrics(sampled, config)
-    responses = response_records(batch, sampled.problems, sampled.collected.texts)
+    metrics |= batch_metrics(batch, config) | sampling
+    metrics["reward/errors"] = float(sum_over_ranks(torch.tensor(len(errors))))
+    responses = response_records(batch, problems, texts)
     samples, skipped = evenly_spread(responses, config.logged_samples), ""
     if metrics["actor/skipped_steps"] or metrics.get("critic/skipped_steps"):
         skipped, culprits = skipped_responses(learner, batch, responses, config)
         samples = culprits + samples
-    return StepReport(metrics, samples, sampled.collected.errors, skipped)
+    return StepReport(metrics, samples, errors, skipped)
 
 
-def sample_groups(learner: Learner, config: Config) -> Sampled:
-    """Sample and verify this rank's share of the step's responses; with dynamic sampling, in several rounds."""
+def sample_groups(learner: Learner, config: Config) -> tuple[Collected, dict[str, float]]:
+    """Sample and verify this rank's share of the step's responses; with dynamic sampling in rounds, told by metrics."""
     num_prompts = config.num_responses // config.responses_per_prompt
 
-    def draw() -> list[Problem]:
+    def next_problems() -> list[Problem]:
         return share_of(learner.task.problems(num_prompts, learner.generators.data))
 
     def respond(problems: list[Problem]) -> Collected:
@@ -64,32 +65,30 @@ def sample_groups(learner: Learner, config: Config) -> Sampled:
         )
 
     with gathered(learner.policy):
-        return sample_informative(
-            draw,
-            respond,
-            num_prompts=len(share_of(range(num_prompts))),
-            max_rounds=config.max_sampling_rounds if config.dynamic_sampling else 1,
-        )
+        if not config.dynamic_sampling:
+            return respond(next_problems()), {}
+        own_prompts, max_rounds = len(share_of(range(num_prompts))), config.max_sampling_rounds
+        return sample_informative(next_problems, respond, num_prompts=own_prompts, max_rounds=max_rounds)
 
 
-def model_passes(learner: Learner, rollout: Rollout, step: int, config: Config, metrics: dict[str, float]) -> Passes:
-    """Ask policy, reference and critic about the rollout before any step on it."""
+def model_passes(
+    learner: Learner, rollout: Rollout, step: int, config: Config, metrics: dict[str, float]
+) -> dict[str, Tensor]:
+    """What policy, reference and critic say of the rollout before any step on it: arguments of `build_batch`."""
+    passes = {}
     with timed(metrics, "old_log_prob"):
-        old_logprobs = rollout_logprobs(learner.policy, rollout, config)
-    if not config.has_critic and not config.has_reference:
-        return Passes(old_logprobs)
-    ref_logprobs = values = final_values = None
+        passes["old_logprobs"] = rollout_logprobs(learner.policy, rollout, config)
     if config.has_reference:
         with timed(metrics, "ref"):
-            ref_logprobs = rollout_logprobs(learner.reference, rollout, config)
+            passes["ref_logprobs"] = rollout_logprobs(learner.reference, rollout, config)
     if config.has_critic:
         with timed(metrics, "values"):
             if step == 1 and not config.pretrains_values and not config.critic:
                 center_critic(learner.critic, rollout)
-            values = rollout_values(learner.critic, rollout, config)
+            passes["values"] = rollout_values(learner.critic, rollout, config)
             if config.truncated == "bootstrap":
-                final_values = truncated_values(learner.critic, rollout, config)
-    return Passes(old_logprobs, ref_logprobs, values, final_values)
+                passes["bootstrap_values"] = bootstrap_values(learner.critic, rollout, config)
+    return passes
 
 
 def update_models(
@@ -141,18 +140,6 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, float]:
     if config.kl_reward_weight:
         difference = (batch.old_logprobs - batch.ref_logprobs) * config.kl_reward_weight
         metrics["critic/kl_penalty"] = mean_over_ranks(torch.segment_reduce(difference, "sum", lengths=rollout.lengths))
-    return metrics
-
-
-def sampling_metrics(sampled: Sampled, config: Config) -> dict[str, float]:
-    """Count verifiers that failed and, with dynamic sampling, rounds and informative groups."""
-    errors = sum_over_ranks(torch.tensor(len(sampled.collected.errors)))
-    metrics = {"reward/errors": float(errors)}
-    if config.dynamic_sampling:
-        metrics |= {
-            "rollout/rounds": float(sampled.rounds),
-            "rollout/informative_groups": sampled.informative,
-        }
     return metrics
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vapo.config import Config
-from vapo.models.forward import even_micro_batches, state_features, state_values, token_indices, token_logits
+from vapo.models.forward import over_micro_batches, state_features, state_values, token_logits
 from vapo.models.load import plain_head
-from vapo.models.sharding import clip_grad_norm, inside, sum_over_ranks
-from vapo.types import Batch
+from vapo.models.sharding import clip_grad_norm, sum_over_ranks
+from vapo.types import Batch, token_indices
 from vapo_kernels import linear_policy_loss, policy_loss, value_loss
 
 
@@ -100,10 +100,10 @@ def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, mini_batch: Mi
         [7] float32: the terms named in ``_POLICY_METRICS``, each divided by the counts of the whole mini-batch; they
         are this rank's part of it.
     """
-    rollout, (rows, counts) = batch.rollout, mini_batch
+    rows, counts = mini_batch
     totals = torch.zeros(len(_POLICY_METRICS), device=policy.device)
-    for micro_rows, trains in even_micro_batches(rollout, rows, config.micro_batch_tokens):
-        out = inside(policy, _policy_loss, batch, micro_rows, trains, counts, config)
+    args = (config.micro_batch_tokens, batch, counts, config)
+    for _, _, out in over_micro_batches(policy, _policy_loss, batch.rollout, rows, *args):
         out.loss.backward()  # Eq. 17
         terms = (out.policy, out.positive_nll, out.kl, out.entropy, out.approx_kl, out.clip_fraction, out.loss)
         totals += torch.stack(terms).detach()
@@ -111,7 +111,7 @@ def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, mini_batch: Mi
 
 
 def _policy_loss(
-    policy: PreTrainedModel, batch: Batch, rows: Tensor, trains: bool, counts: Tensor, config: Config
+    policy: PreTrainedModel, rows: Tensor, is_own: bool, batch: Batch, counts: Tensor, config: Config
 ) -> object:
     """Eq. 17 over the responses ``rows``: from hidden states where the model's head is a plain matrix."""
     rollout, (num_tokens, num_correct_tokens, num_responses) = batch.rollout, counts
@@ -121,7 +121,7 @@ def _policy_loss(
         rollout.token_ids[tokens],
         batch.old_logprobs[tokens],
         batch.advantages[tokens],
-        batch.mask[tokens] & trains,
+        batch.mask[tokens] & is_own,
     )
     settings = dict(
         is_correct=rollout.is_correct[rows].repeat_interleave(lengths),
@@ -185,21 +185,21 @@ def accumulate_value_loss(
     """Add the gradient of Eq. 10 over a mini-batch to the parameters; returns [2] float32: loss and clip fraction."""
     rows, (num_tokens, *_) = mini_batch
     totals = torch.zeros(2, device=critic.device)
-    for micro_rows, trains in even_micro_batches(batch.rollout, rows, config.micro_batch_tokens):
-        out = inside(critic, _value_loss, batch, micro_rows, trains, num_tokens, value_clip)
+    args = (config.micro_batch_tokens, batch, num_tokens, value_clip)
+    for _, _, out in over_micro_batches(critic, _value_loss, batch.rollout, rows, *args):
         out.loss.backward()  # Eq. 10
         totals += torch.stack((out.loss, out.clip_fraction)).detach()
     return totals
 
 
 def _value_loss(
-    critic: PreTrainedModel, batch: Batch, rows: Tensor, trains: bool, num_tokens: Tensor, value_clip: float | None
+    critic: PreTrainedModel, rows: Tensor, is_own: bool, batch: Batch, num_tokens: Tensor, value_clip: float | None
 ) -> object:
     tokens = token_indices(batch.rollout.cu_seqlens, rows)
     return value_loss(
         state_values(critic, batch.rollout, rows),
         batch.returns[tokens],
-        batch.mask[tokens] & trains,
+        batch.mask[tokens] & is_own,
         old_values=None if value_clip is None else batch.old_values[tokens],
         clip=value_clip,
         num_tokens=num_tokens,

@@ -14,7 +14,7 @@ from vapo.learning.advantages import build_batch, explained_variances
 from vapo.learning.learner import Learner
 from vapo.learning.samples import response_records, skipped_responses
 from vapo.learning.update import mini_batches, set_lr, take_steps, update_critic
-from vapo.models.forward import Passes, rollout_values
+from vapo.models.forward import rollout_values
 from vapo.models.load import value_head
 from vapo.models.sharding import gathered, mean_over_ranks, share_of
 from vapo.rollout.collect import collect
@@ -34,7 +34,7 @@ def pretraining_step(learner: Learner, step: int, config: Config) -> StepReport:
     """
     problems = share_of(learner.task.problems(config.pretraining_prompts, learner.generators.data))
     with gathered(learner.policy):
-        rollout, texts, errors = collect(
+        problems, rollout, texts, errors = collect(
             learner.policy,
             learner.tokenizer,
             learner.task,
@@ -68,7 +68,7 @@ def monte_carlo_batch(critic: PreTrainedModel, rollout: Rollout, config: Config)
     monte_carlo = replace(
         config, decoupled_gae=True, lam_critic=1.0, truncated=truncated, kl_reward_weight=0.0, whiten_advantages=False
     )
-    return build_batch(rollout, Passes(old_logprobs=torch.zeros_like(values), values=values), monte_carlo)
+    return build_batch(rollout, monte_carlo, old_logprobs=torch.zeros_like(values), values=values)
 
 
 def fit_returns(

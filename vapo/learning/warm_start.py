@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from vapo.config import Config
 from vapo.learning.learner import Learner
 from vapo.learning.update import set_lr, step_if_finite, take_steps
-from vapo.models.forward import all_rows, even_micro_batches, token_indices, token_logits
-from vapo.models.sharding import inside, share_of, sum_over_ranks
+from vapo.models.forward import all_rows, over_micro_batches, token_logits
+from vapo.models.sharding import share_of, sum_over_ranks
 from vapo.rollout.collect import pack
 from vapo.tasks import EmbeddedTask
-from vapo.types import Rollout, StepReport
+from vapo.types import Rollout, StepReport, token_indices
 from vapo_kernels import token_logprobs
 
 WARM_UP_STEPS = 20
@@ -80,13 +80,14 @@ def imitation_step(
     """Take one step on the mean of −log π over all tokens of the demonstrations; returns that mean in its metrics."""
     num_tokens = sum_over_ranks(demonstrations.lengths.sum())
     total = torch.zeros((), device=policy.device)
-    for rows, trains in even_micro_batches(demonstrations, all_rows(demonstrations), config.micro_batch_tokens):
-        loss = inside(policy, _negative_log_likelihood, demonstrations, rows) * trains / num_tokens
+    args = (demonstrations, all_rows(demonstrations), config.micro_batch_tokens, demonstrations)
+    for _, is_own, nll in over_micro_batches(policy, _negative_log_likelihood, *args):
+        loss = nll * is_own / num_tokens
         loss.backward()
         total += loss.detach()
     return step_if_finite("actor", policy, optimizer, {"warm_start/loss": sum_over_ranks(total).item()}, config)
 
 
-def _negative_log_likelihood(policy: PreTrainedModel, demonstrations: Rollout, rows: Tensor) -> Tensor:
+def _negative_log_likelihood(policy: PreTrainedModel, rows: Tensor, is_own: bool, demonstrations: Rollout) -> Tensor:
     tokens = demonstrations.token_ids[token_indices(demonstrations.cu_seqlens, rows)]
     return -token_logprobs(token_logits(policy, demonstrations, rows), tokens).logprobs.sum()

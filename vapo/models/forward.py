@@ -1,4 +1,4 @@
-"""Model passes over sampled responses: only the states in which a token was sampled reach a head.
+"""Forward passes over sampled responses: only the states in which a token was sampled reach a head.
 
 A micro-batch of responses becomes right-padded rows: under causal attention no real token ever sees padding on its
 right, so no mask is needed, and rows of like length waste little. For flash attention it becomes one packed row without
@@ -7,9 +7,11 @@ padding, in which each sequence's positions start at 0. Either way what leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +20,113 @@ from transformers import PreTrainedModel
 from vapo.config import Config
 from vapo.models.load import plain_head, value_head
 from vapo.models.sharding import inside, max_over_ranks
-from vapo.types import Rollout
+from vapo.types import Rollout, token_indices
 from vapo_kernels import linear_token_logprobs, token_logprobs
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Tokens as a backbone takes them, and n states of interest among them.
 
-    Attributes:
-        input_ids: [B, T] int64.
-        position_ids: [B, T] int64, or None where every row is one sequence.
-        row: [n] int64. Row of each state.
-        column: [n] int64. Column of each state.
+def over_micro_batches(
+    model: PreTrainedModel, body: Callable[..., T], rollout: Rollout, rows: Tensor, max_tokens: int, *args: Any
+) -> Iterator[tuple[Tensor, bool, T]]:
+    """Call ``body(model, rows, is_own, *args)`` on one micro-batch of responses after the other, inside the forward.
+
+    Ranks can only go through a sharded model together, so each makes as many calls. A rank that has no more rows of its
+    own repeats its first response with ``is_own`` False, which must count for nothing.
+
+    Args:
+        model: The model; see :func:`vapo.models.sharding.inside`.
+        body: What is computed of a micro-batch.
+        rollout: The responses.
+        rows: [R] int64. Which responses.
+        max_tokens: Most tokens of a micro-batch, as in :func:`micro_batches`.
+        *args: Handed over to ``body``.
+
+    Yields:
+        Rows [r] int64, ``is_own`` and what ``body`` returned. Call backward on it before the next one.
     """
+    parts = micro_batches(rollout, rows, max_tokens)
+    # Asked before the first one: a rank that asks after its last would wait for others that wait for it.
+    for number in range(max_over_ranks(len(parts))):
+        is_own = number < len(parts)
+        part = parts[number] if is_own else all_rows(rollout)[:1]
+        yield part, is_own, inside(model, body, part, is_own, *args)
 
-    input_ids: Tensor
-    position_ids: Tensor | None
-    row: Tensor
-    column: Tensor
 
-    @property
-    def arguments(self) -> dict[str, object]:
-        """Arguments of the forward pass. With a cache, attention would leak between packed sequences."""
-        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
-        return {"input_ids": self.input_ids, "use_cache": False, **positions}
+def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tensor]:
+    """Cut the responses ``rows`` into micro-batches of like length.
+
+    Args:
+        rollout: The responses.
+        rows: [R] int64. Which responses.
+        max_tokens: Most tokens of a micro-batch, prompts and padding included; a longer response goes alone.
+
+    Returns:
+        A partition of ``rows``, shortest responses first.
+
+    Raises:
+        ValueError: If ``max_tokens`` is not positive.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be >= 1; got {max_tokens}")
+    widths, order = sequence_lengths(rollout, rows).sort(stable=True)
+    parts, start = [], 0
+    for end, width in enumerate(widths.tolist()):
+        if end > start and (end + 1 - start) * width > max_tokens:
+            parts.append(rows[order[start:end]])
+            start = end
+    return [*parts, rows[order[start:]]] if len(rows) else []
+
+
+def all_rows(rollout: Rollout) -> Tensor:
+    """[S] int64. Every response of a rollout."""
+    return torch.arange(len(rollout.is_correct), device=rollout.token_ids.device)
+
+
+def sequence_lengths(rollout: Rollout, rows: Tensor) -> Tensor:
+    """[R] int64. Tokens of the responses ``rows`` with their prompts."""
+    return (rollout.prompt_lengths + rollout.lengths)[rows]
+
+
+def rollout_logprobs(policy: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
+    """log π of every sampled token at the sampling temperature, [N] float32, without gradient."""
+    read = partial(_logprobs, temperature=config.temperature)
+    return _results(policy, read, rollout, all_rows(rollout), config, per_token=True)
+
+
+def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
+    """V(s_t) of the state before every sampled token, [N] float32, without gradient."""
+    return _results(critic, state_values, rollout, all_rows(rollout), config, per_token=True)
+
+
+def bootstrap_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
+    """V(s_l) after the last token of truncated responses, 0 for others, [S] float32, without gradient."""
+    truncated = all_rows(rollout)[rollout.is_truncated]
+    return _results(critic, final_values, rollout, truncated, config, per_token=False)
+
+
+@torch.no_grad()
+def _results(
+    model: PreTrainedModel, read: Callable[..., Tensor], rollout: Rollout, rows: Tensor, config: Config, per_token: bool
+) -> Tensor:
+    """What ``read(model, rollout, rows)`` gives, in micro-batches, [N] or [S] float32; 0 for all other responses."""
+    results = torch.zeros(len(rollout.token_ids) if per_token else len(rollout.lengths), device=rows.device)
+
+    def body(model: PreTrainedModel, rows: Tensor, is_own: bool) -> Tensor:
+        return read(model, rollout, rows)
+
+    for part, is_own, found in over_micro_batches(model, body, rollout, rows, config.micro_batch_tokens):
+        if is_own:
+            results[token_indices(rollout.cu_seqlens, part) if per_token else part] = found
+    return results
+
+
+def _logprobs(policy: PreTrainedModel, rollout: Rollout, rows: Tensor, temperature: float) -> Tensor:
+    token_ids, head = rollout.token_ids[token_indices(rollout.cu_seqlens, rows)], plain_head(policy)
+    if head is None:
+        return token_logprobs(token_logits(policy, rollout, rows), token_ids, temperature=temperature).logprobs
+    features = state_features(policy, rollout, rows)
+    return linear_token_logprobs(features, head.weight, token_ids, bias=head.bias, temperature=temperature).logprobs
 
 
 def token_logits(policy: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Tensor:
@@ -77,6 +161,29 @@ def state_features(model: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Te
     return features_at(model, sampled_states(model, rollout, rows))
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tokens as a backbone takes them, and n states of interest among them.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        position_ids: [B, T] int64, or None where every row is one sequence.
+        row: [n] int64. Row of each state.
+        column: [n] int64. Column of each state.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    row: Tensor
+    column: Tensor
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """Arguments of the forward pass. With a cache, attention would leak between packed sequences."""
+        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        return {"input_ids": self.input_ids, "use_cache": False, **positions}
+
+
 def features_at(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """Hidden states of the backbone where ``inputs`` says, [n, H]."""
     return model.base_model(**inputs.arguments).last_hidden_state[inputs.row, inputs.column]
@@ -99,7 +206,7 @@ def final_states(model: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Inpu
     """The states after the last tokens of the responses ``rows``, laid out for the model's attention."""
     lengths = sequence_lengths(rollout, rows)
     sequences = torch.arange(len(rows), device=rows.device)
-    inputs = Inputs(_padded_ids(rollout, rows), None, sequences, lengths - 1)
+    inputs = Inputs(_padded(rollout, rows)[0], None, sequences, lengths - 1)
     return packed_inputs(inputs, lengths) if takes_packed_rows(model) else inputs
 
 
@@ -110,9 +217,9 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
 
 def padded_inputs(rollout: Rollout, rows: Tensor) -> Inputs:
     """The responses ``rows``, each after its prompt, padded on the right; no token is predicted from the last one."""
-    _, row, offset = _enumerate(rollout.cu_seqlens, rows)
-    column = rollout.prompt_cu_seqlens.diff()[rows][row] + offset - 1
-    return Inputs(_padded_ids(rollout, rows)[:, :-1], None, row, column)
+    input_ids, is_response = _padded(rollout, rows)
+    row, column = is_response.nonzero(as_tuple=True)
+    return Inputs(input_ids[:, :-1], None, row, column - 1)
 
 
 def packed_inputs(padded: Inputs, lengths: Tensor) -> Inputs:
@@ -132,62 +239,17 @@ def packed_inputs(padded: Inputs, lengths: Tensor) -> Inputs:
     return Inputs(padded.input_ids[is_token][None], position_ids[None], torch.zeros_like(column), column)
 
 
-def token_indices(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-    """Places, in a packed tensor, of the tokens of the sequences ``rows``, row after row.
-
-    Example:
-        >>> token_indices(torch.tensor([0, 2, 3, 5]), torch.tensor([2, 0]))
-        tensor([3, 4, 0, 1])
-    """
-    return _enumerate(cu_seqlens, rows)[0]
-
-
-def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """Cut the responses ``rows`` into micro-batches of like length.
-
-    Args:
-        rollout: The responses.
-        rows: [R] int64. Which responses.
-        max_tokens: Most tokens of a micro-batch, prompts and padding included; a longer response goes alone.
-
-    Returns:
-        A partition of ``rows``, shortest responses first.
-
-    Raises:
-        ValueError: If ``max_tokens`` is not positive.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be >= 1; got {max_tokens}")
-    widths, order = sequence_lengths(rollout, rows).sort(stable=True)
-    parts, start = [], 0
-    for end, width in enumerate(widths.tolist()):
-        if end > start and (end + 1 - start) * width > max_tokens:
-            parts.append(rows[order[start:end]])
-            start = end
-    return [*parts, rows[order[start:]]] if len(rows) else []
-
-
-def even_micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> Iterator[tuple[Tensor, bool]]:
-    """Yield :func:`micro_batches`, as many on every rank, since ranks can only go through a sharded model together.
-
-    Yields:
-        Rows [r] int64, and whether they count: a rank that has no more repeats its first response and must ignore it.
-    """
-    parts = micro_batches(rollout, rows, max_tokens)
-    # Asked before the first one: a rank that asks after its last would wait for others that wait for it.
-    num_parts = max_over_ranks(len(parts))
-    yield from ((part, True) for part in parts)
-    yield from ((all_rows(rollout)[:1], False) for _ in range(num_parts - len(parts)))
-
-
-def all_rows(rollout: Rollout) -> Tensor:
-    """[S] int64. Every response of a rollout."""
-    return torch.arange(len(rollout.is_correct), device=rollout.token_ids.device)
-
-
-def sequence_lengths(rollout: Rollout, rows: Tensor) -> Tensor:
-    """[R] int64. Tokens of the responses ``rows`` with their prompts."""
-    return (rollout.prompt_cu_seqlens.diff() + rollout.lengths)[rows]
+def _padded(rollout: Rollout, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts and responses as right-padded rows, [R, T] int64, and where the responses are, [R, T] bool."""
+    prompt_lengths, lengths = rollout.prompt_lengths[rows, None], sequence_lengths(rollout, rows)[:, None]
+    if bool((prompt_lengths < 1).any()):
+        raise ValueError(f"every prompt must have at least 1 token; got lengths {prompt_lengths.flatten().tolist()}")
+    columns = torch.arange(int(lengths.max()), device=rows.device)
+    is_prompt, is_token = columns < prompt_lengths, columns < lengths
+    input_ids = rollout.token_ids.new_zeros(is_token.shape)
+    input_ids[is_prompt] = rollout.prompt_ids[token_indices(rollout.prompt_cu_seqlens, rows)]
+    input_ids[is_token & ~is_prompt] = rollout.token_ids[token_indices(rollout.cu_seqlens, rows)]
+    return input_ids, is_token & ~is_prompt
 
 
 def _values(critic: PreTrainedModel, features: Tensor) -> Tensor:
@@ -205,84 +267,3 @@ def _head_sees_only(head: nn.Module, inputs: Inputs) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _padded_ids(rollout: Rollout, rows: Tensor) -> Tensor:
-    """Prompts and responses as right-padded rows, [R, T] int64."""
-    prompt_indices, prompt_row, prompt_offset = _enumerate(rollout.prompt_cu_seqlens, rows)
-    indices, row, offset = _enumerate(rollout.cu_seqlens, rows)
-    prompt_lengths = rollout.prompt_cu_seqlens.diff()[rows]
-    if bool((prompt_lengths < 1).any()):
-        raise ValueError(f"every prompt must have at least 1 token; got lengths {prompt_lengths.tolist()}")
-    input_ids = rollout.token_ids.new_zeros(len(rows), int(sequence_lengths(rollout, rows).max()))
-    input_ids[prompt_row, prompt_offset] = rollout.prompt_ids[prompt_indices]
-    input_ids[row, prompt_lengths[row] + offset] = rollout.token_ids[indices]
-    return input_ids
-
-
-def _enumerate(cu_seqlens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Place in the packed tensor, number in ``rows`` and offset in its sequence, of each token of ``rows``."""
-    lengths = cu_seqlens.diff()[rows]
-    row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lengths)
-    offset = torch.arange(len(row), device=rows.device) - (lengths.cumsum(0) - lengths)[row]
-    return cu_seqlens[rows][row] + offset, row, offset
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """What the models say of S responses, N tokens.
-
-    Attributes:
-        old_logprobs: [N] float32. log π_old of the sampled tokens, Eq. 4.
-        ref_logprobs: [N] float32 or None. The same of the policy before RL, Eq. 2.
-        values: [N] float32 or None. V(s_t) before each sampled token.
-        final_values: [S] float32 or None. V(s_l) of cut responses, 0 of others.
-    """
-
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    final_values: Tensor | None = None
-
-
-@torch.no_grad()
-def rollout_logprobs(policy: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
-    """log π of every sampled token at the sampling temperature, [N] float32, without gradient."""
-    logprobs = torch.zeros_like(rollout.rewards)
-    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        tokens = token_indices(rollout.cu_seqlens, rows)
-        found = inside(policy, _logprobs, rollout, rows, tokens, config.temperature)
-        if counts:
-            logprobs[tokens] = found
-    return logprobs
-
-
-def _logprobs(policy: PreTrainedModel, rollout: Rollout, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    token_ids, head = rollout.token_ids[tokens], plain_head(policy)
-    if head is None:
-        return token_logprobs(token_logits(policy, rollout, rows), token_ids, temperature=temperature).logprobs
-    features = state_features(policy, rollout, rows)
-    return linear_token_logprobs(features, head.weight, token_ids, bias=head.bias, temperature=temperature).logprobs
-
-
-@torch.no_grad()
-def rollout_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
-    """V(s_t) of the state before every sampled token, [N] float32, without gradient."""
-    values = torch.zeros_like(rollout.rewards)
-    for rows, counts in even_micro_batches(rollout, all_rows(rollout), config.micro_batch_tokens):
-        found = inside(critic, state_values, rollout, rows)
-        if counts:
-            values[token_indices(rollout.cu_seqlens, rows)] = found
-    return values
-
-
-@torch.no_grad()
-def truncated_values(critic: PreTrainedModel, rollout: Rollout, config: Config) -> Tensor:
-    """V(s_l), the bootstrap of cut responses and 0 for others, [S] float32, without gradient."""
-    values = torch.zeros(len(rollout.is_truncated), device=rollout.rewards.device)
-    truncated = all_rows(rollout)[rollout.is_truncated]
-    for rows, counts in even_micro_batches(rollout, truncated, config.micro_batch_tokens):
-        found = inside(critic, final_values, rollout, rows)
-        if counts:
-            values[rows] = found
-    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,15 @@ def stop_token_ids(
     if not found:
         raise ValueError("a model must have an end-of-sequence or a stop token; got none")
     return tuple(sorted(found))
+
+
+def max_positions(policy: PreTrainedModel) -> float:
+    """Most tokens of a sequence that the model has positions for; infinite if its config names none."""
+    config = policy.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    # YaRN and its kind stretch the original positions; not every config counts the stretched ones.
+    stretched = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)
 
 
 def plain_head(policy: PreTrainedModel) -> nn.Linear | None:

@@ -1,4 +1,4 @@
-"""Rollouts: prompts to tokens, sampled responses, their verdicts, and all of it packed."""
+"""Rollouts: prompts to tokens, responses sampled and verified, and all of it packed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vapo.models.load import max_positions
 from vapo.rollout.rewards import terminal_rewards, verify
-from vapo.rollout.sampling import Sampling, max_positions, sample
+from vapo.rollout.sampling import Sampling, sample
 from vapo.tasks import Problem, Task
-from vapo.types import Rollout
+from vapo.types import Rollout, bounds
 
 TEMPLATE_TOKENS = 256
 
@@ -21,14 +22,33 @@ class Collected(NamedTuple):
     """Sampled and verified responses.
 
     Attributes:
-        rollout: S responses.
-        texts: Their S texts, without special tokens.
+        problems: P problems.
+        rollout: Their S = P · group_size responses, those to one problem side by side.
+        texts: The S responses as texts, without special tokens.
         errors: A traceback for each response whose verifier failed.
     """
 
+    problems: list[Problem]
     rollout: Rollout
     texts: list[str]
     errors: list[str]
+
+    def select(self, groups: Sequence[int]) -> Collected:
+        """The problems ``groups`` with their responses, in that order; all errors stay."""
+        size = self.rollout.group_size
+        rows = [group * size + number for group in groups for number in range(size)]
+        rollout = self.rollout.select(torch.tensor(rows, device=self.rollout.token_ids.device))
+        return Collected(
+            [self.problems[group] for group in groups], rollout, [self.texts[row] for row in rows], self.errors
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[Collected]) -> Collected:
+        """Lay parts of the same group size end to end."""
+        problems, texts, errors = (
+            [item for part in parts for item in getattr(part, name)] for name in ("problems", "texts", "errors")
+        )
+        return Collected(problems, Rollout.cat([part.rollout for part in parts]), texts, errors)
 
 
 def collect(
@@ -43,9 +63,6 @@ def collect(
 ) -> Collected:
     """Sample ``group_size`` responses to each problem and have them verified.
 
-    Returns:
-        S = len(problems) · group_size responses, those to one problem side by side.
-
     Raises:
         ValueError: If there is no problem, or as :func:`encode_prompts` and :func:`sample` do.
     """
@@ -53,13 +70,13 @@ def collect(
         raise ValueError("problems must hold at least 1 problem; got none")
     prompts = encode_prompts(tokenizer, problems)
     responses = sample(policy, prompts, group_size=group_size, sampling=sampling, generator=generator)
-    problems = [problem for problem in problems for _ in range(group_size)]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    asked = [problem for problem in problems for _ in range(group_size)]
     is_truncated = torch.tensor([int(ids[-1]) not in sampling.stop_token_ids for ids in responses])
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    scores, is_correct, errors = verify(task, problems, texts, is_truncated)
+    scores, is_correct, errors = verify(task, asked, texts, is_truncated)
     rollout = pack(prompts, responses, scores, is_correct, is_truncated, group_size, policy.device)
-    return Collected(rollout, texts, errors)
+    return Collected(list(problems), rollout, texts, errors)
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Tensor]:
@@ -79,7 +96,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str
         try:
             return tokenizer(prompt).input_ids
         except Exception as error:
-            # What a tokenizer of few words raises is no kind of its own.
+            # A tokenizer of few words raises exceptions of no particular class.
             raise ValueError(f"the tokenizer must know the words of {prompt[:80]!r}; it says: {error}") from error
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer must have a chat template where prompts are messages; got none")
@@ -95,14 +112,21 @@ def pack(
     group_size: int,
     device: torch.device,
 ) -> Rollout:
-    """Lay S prompts and responses end to end, with each response's score on its last token."""
-    cu_seqlens = _bounds(responses)
+    """Lay S prompts and responses end to end, with each response's score on its last token.
+
+    Raises:
+        ValueError: If a response is empty, since it has no token to carry its reward.
+    """
+    lengths = torch.tensor([len(response) for response in responses])
+    if bool((lengths < 1).any()):
+        raise ValueError(f"every response must have at least 1 token; got lengths {lengths.tolist()}")
+    token_ids, cu_seqlens = torch.cat(list(responses)), bounds(lengths)
     return Rollout(
         prompt_ids=torch.cat(list(prompts)).to(device),
-        prompt_cu_seqlens=_bounds(prompts).to(device),
-        token_ids=torch.cat(list(responses)).to(device),
+        prompt_cu_seqlens=bounds(torch.tensor([len(prompt) for prompt in prompts])).to(device),
+        token_ids=token_ids.to(device),
         cu_seqlens=cu_seqlens.to(device),
-        rewards=terminal_rewards(scores, cu_seqlens).to(device),
+        rewards=terminal_rewards(scores, torch.ones_like(token_ids), cu_seqlens).to(device),
         is_correct=is_correct.to(device),
         is_truncated=is_truncated.to(device),
         group_size=group_size,
@@ -131,7 +155,3 @@ def check_prompts(
                 f"a prompt must leave room for {max_new_tokens} new tokens in the model's {max_positions(policy)}"
                 f" positions; got {length} tokens in {text[:80]!r}"
             )
-
-
-def _bounds(sequences: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([0, *(len(sequence) for sequence in sequences)]).cumsum(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config
-from vapo.models.load import stop_token_ids
+from vapo.models.load import max_positions, stop_token_ids
 from vapo.rollout.loop import sample_in_loop
 from vapo.rollout.transformers import generate_continuously, generate_padded
 
@@ -21,11 +21,11 @@ ENGINES = ("loop", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn.
+    """How responses are sampled.
 
-    The log-probs of training are those of the whole distribution at ``temperature``. Tokens drawn under ``top_p`` < 1
-    or ``top_k`` > 0 come from what survives the cut, renormalised, so their likelihood is off by the surviving mass:
-    leave both as they are for training, and use them for evaluation alone.
+    The log-probs of training are those of the whole distribution at ``temperature``. With ``top_p`` < 1 or
+    ``top_k`` > 0 tokens are sampled from the likeliest ones alone, renormalised, and training would use wrong
+    likelihoods: leave both as they are for training, and use them for evaluation alone.
 
     The same generator gives the same responses, except from continuous batching on CUDA, where the order in which
     requests share a batch depends on time.
@@ -36,9 +36,9 @@ class Sampling:
         temperature: Divides the logits; 0 takes the likeliest token instead of sampling.
         top_p: Keeps the likeliest tokens that together reach this probability.
         top_k: Keeps this many of the likeliest tokens, before ``top_p``; 0 keeps all.
-        engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA with continuous batching.
-        batch_size: Most responses drawn at once, at least those to one prompt; 0 draws all. Continuous batching fits
-            its cache to the memory that is free, and draws all in any case.
+        engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA continuous batching.
+        batch_size: Most responses sampled at once, at least those to one prompt; 0 samples all. Continuous batching
+            fits its cache to the memory that is free, and samples all in any case.
 
     Raises:
         ValueError: If a number is out of range, there is no stop token or no such engine.
@@ -97,7 +97,7 @@ def sample(
         policy: A causal language model.
         prompts: P tensors [p] int64, p >= 1.
         group_size: Responses to each prompt.
-        sampling: How they are drawn.
+        sampling: How they are sampled.
         generator: Source of randomness, on the policy's device; may be left out at temperature 0 only.
 
     Returns:
@@ -113,17 +113,17 @@ def sample(
     if sampling.temperature > 0 and generator is None:
         raise ValueError("generator must be a torch.Generator where temperature > 0; got None")
     if sampling.engine == "loop":
-        draw = sample_in_loop
+        engine = sample_in_loop
     elif policy.device.type == "cuda":
-        draw = generate_continuously
+        engine = generate_continuously
     else:
-        draw = generate_padded
-    is_limited = sampling.batch_size and draw is not generate_continuously
+        engine = generate_padded
+    is_limited = sampling.batch_size and engine is not generate_continuously
     at_once = max(1, sampling.batch_size // group_size) if is_limited else len(prompts)
     responses = []
     with _evaluating(policy):
         for first in range(0, len(prompts), at_once):
-            responses += draw(policy, prompts[first : first + at_once], group_size, sampling, generator)
+            responses += engine(policy, prompts[first : first + at_once], group_size, sampling, generator)
     return responses
 
 
@@ -148,12 +148,3 @@ def _check_prompts(policy: PreTrainedModel, prompts: Sequence[Tensor], max_new_t
             f"prompt and max_new_tokens together must be at most the model's {limit} positions;"
             f" got {longest} + {max_new_tokens}"
         )
-
-
-def max_positions(policy: PreTrainedModel) -> float:
-    """Most tokens of a sequence that the model has positions for; infinite if its config names none."""
-    config = policy.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    # YaRN and its kind stretch the original positions; not every config counts the stretched ones.
-    stretched = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
-    return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)

@@ -24,7 +24,10 @@ def generate_padded(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> list[Tensor]:
-    """Engine "transformers": ``policy.generate`` over a left-padded batch."""
+    """Engine "transformers" on the CPU: ``policy.generate`` over a left-padded batch.
+
+    Continuous batching is far slower there, and its cache takes gigabytes unless it is told how large to be.
+    """
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     input_ids, is_token = (tensor.to(policy.device) for tensor in left_padded(rows))
     with _transformers_settings(policy, sampling, generator) as (settings, _):
@@ -46,7 +49,7 @@ def generate_continuously(
         outputs = policy.generate_batch(
             inputs,
             settings,
-            # Tokens are drawn with the attention that the policy trains with.
+            # Tokens are sampled with the attention that the policy trains with.
             # Under FSDP2 a forward waits for other streams, which no graph that is captured may do.
             ContinuousBatchingConfig(seed=seed, auto_switch_to_flash=False, use_cuda_graph=False),
         )
@@ -60,9 +63,9 @@ def generate_continuously(
 def _transformers_settings(
     policy: PreTrainedModel, sampling: Sampling, generator: torch.Generator | None
 ) -> Iterator[tuple[GenerationConfig, int]]:
-    """Settings and a seed for ``generate``; the model's own defaults and the global generators are as before after it.
+    """Settings and a seed for ``generate``; afterwards the model's defaults and the global generators are as before.
 
-    A hub model's defaults (a repetition penalty, top-k 20 …) would change the distribution behind the trainer's back.
+    A hub model's defaults (a repetition penalty, top-k 20 …) would change what is sampled from.
     """
     settings = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,

@@ -45,12 +45,17 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
     expect_tensor(x, "x", like=x)
     expect_mask(mask, "mask", like=x, shape=x.shape)
     values, sampled = flat(x), as_mask(mask)
-    n, total, square, _, _ = masked_moments(values, sampled, None).unbind()
+    return whiten_by(masked_moments(values, sampled, None), values, sampled, shift_mean).view(x.shape)
+
+
+def whiten_by(moments: Tensor, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """`masked_whiten` of a flat tensor by the moments of a larger whole of which it is a part."""
+    n, total, square, _, _ = moments.unbind()
     n = n.clamp(min=1)
     mean = total / n
     variance = (square - total * mean).clamp(min=0) / (n - 1).clamp(min=1)
     scale = torch.rsqrt(variance + EPSILON)
-    return whiten_op(values, sampled, torch.stack([mean * shift_mean, scale]).float()).view(x.shape)
+    return whiten_op(x, mask, torch.stack([mean * shift_mean, scale]).float())
 
 
 def masked_moments(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
