@@ -149,25 +149,30 @@ def wait_until_all_ended(meeting):
     wait_until(lambda: not any(runs(int(path.name)) for path in meeting.iterdir()))
 
 
-def test_verls_form(functions):
-    row = {"reward_model": {"ground_truth": [1]}, "extra_info": {"index": 3}}
-    problems = [Problem("p", "[1]", "s", row), Problem("p", "[1]", "other", row)]
-    assert start(functions, "compute_score").score(problems, ["abc", ""]) == [(3.0, True, None), (0.0, False, None)]
+CHAT = [{"role": "user", "content": "p"}]
+VERL = {"reward_model": {"ground_truth": [1]}, "extra_info": {"index": 3}}
+ROW = Problem("p", "yes", row={"prompt": "other", "answer": "no", "level": 7})
 
 
-def test_trls_form_gets_all_at_once_and_messages_where_prompts_are(functions):
-    pool = start(functions, "lengths")
-    texts = [Problem("p", "", row={"prompt": "p", "level": level}) for level in (0, 1)]
-    chats = [Problem([{"role": "user", "content": "p"}], "", row={"level": level}) for level in (0, 1)]
-    for problems in (texts, chats):
-        assert pool.score(problems, ["abc", "ab"]) == [(0.3, False, None), (1.2, True, None)]
-    assert start(functions, "only_completions").score(texts, ["", ""]) == [(1.0, True, None)] * 2
-
-
-def test_form_by_completion_and_answer(functions):
-    problem = Problem("p", "yes", row={"prompt": "other", "answer": "no", "level": 7})
-    verdicts = start(functions, "reward").score([problem] * 2, ["yes", "no"])
-    assert verdicts == [(-1.0, True, None), (-1.0, False, None)]
+@pytest.mark.parametrize(
+    ("name", "problems", "responses", "results"),
+    [
+        ("compute_score", [Problem("p", "[1]", s, VERL) for s in ("s", "o")], ["abc", ""], [(3.0, True), (0.0, False)]),
+        ("reward", [ROW, ROW], ["yes", "no"], [(-1.0, True), (-1.0, False)]),
+        *(
+            (
+                "lengths",
+                [Problem(p, "", row={"prompt": p, "level": n}) for n in (0, 1)],
+                ["abc", "ab"],
+                [(0.3, False), (1.2, True)],
+            )
+            for p in ("p", CHAT)
+        ),
+        ("only_completions", [ROW, ROW], ["", ""], [(1.0, True)] * 2),
+    ],
+)
+def test_forms_of_verl_of_trl_and_by_completion_and_answer(functions, name, problems, responses, results):
+    assert start(functions, name).score(problems, responses) == [(*result, None) for result in results]
 
 
 FAILURES = {
@@ -209,7 +214,6 @@ def test_a_failing_batch_is_taken_row_by_row(functions):
     verdicts = pool.score([Problem("", "4")] * 4, ["4", "raise", "hang", "5"])
     assert [verdict[:2] for verdict in verdicts] == [(1.0, True), (0.0, False), (0.0, False), (0.25, False)]
     assert [bool(verdict.error) for verdict in verdicts] == [False, True, True, False]
-    assert len(set(ask(start(functions, "hostile_batch"), "pid", "raise", "pid"))) == 2  # It has one worker.
     assert ask(start(functions, "too_few"), "", "") == [1.0, 1.0]
 
 
@@ -224,6 +228,25 @@ def test_responses_are_scored_at_once_and_in_order(functions, meeting, monkeypat
     monkeypatch.setattr(worker, "num_workers", lambda: 4)
     pool = start(functions, "hostile")
     assert ask(pool, "4", "meet", "meet", "5", "meet", "4", "meet") == [1.0, 0.5, 0.5, 0.25, 0.5, 1.0, 0.5]
+
+
+def test_a_verifier_that_takes_a_batch_has_one_worker(functions, monkeypatch):
+    monkeypatch.setattr(worker, "num_workers", lambda: 4)
+    failed, wait, *pids = ask(start(functions, "hostile_batch"), "raise", "wait", *["pid"] * 4)
+    assert (failed, wait, len(set(pids))) == (0.0, 0.5, 1)
+
+
+def test_a_verifier_that_can_no_longer_be_built_costs_rows_until_it_can(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    path = tmp_path / "mine.py"
+    path.write_text("import os\ndef f(completion, answer): return os._exit(3) if completion == 'die' else 1.0")
+    pool = start(path, "f")
+    assert ask(pool, "4", "die") == [1.0, 0.0]
+    moved = path.rename(tmp_path / "moved.py")
+    errors = [verdict.error for verdict in pool.score([Problem("", "4")] * 3, ["4"] * 3)]
+    assert all("with an existing file" in error for error in errors)
+    moved.rename(path)
+    assert ask(pool, "4", "4") == [1.0, 1.0]
 
 
 def test_ranks_share_the_cores(monkeypatch):
@@ -332,7 +355,6 @@ def test_what_a_function_may_return_and_what_not(result, expected):
         ("{folder}/mine.py:needs_column", 2.0, "must be among answer, completions, prompts; got difficulty"),
         ("{folder}/broken.py:f", 2.0, "No module named 'no_such_module'"),
         ("{folder}/dies.py:f", 2.0, "the verifier's process died as it started: exit code 3"),
-        ("best", 2.0, "reward of running-total must be math or \"file.py:function\"; got 'best'"),
         *(
             ("{folder}/mine.py:hostile", timeout, "reward_timeout must be a finite number of seconds > 0; got")
             for timeout in (0.0, -1.0, float("inf"), float("nan"))

@@ -260,7 +260,7 @@ def _end_with_parent() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent, fcntl.F_SETFL, os.O_ASYNC)
     if select.select([parent], [], [], 0)[0]:
