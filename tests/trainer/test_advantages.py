@@ -1,11 +1,13 @@
-"""Rollout → Batch on hand-made tokens."""
+"""Rollout → Batch on hand-made tokens, and how well the values of a batch explain its returns."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from oracle import assert_within_budget
 
 from vapo.config import Config
+from vapo.learning import advantages
 from vapo.learning.advantages import (
     build_batch,
     explained_variances,
@@ -18,6 +20,7 @@ from vapo.learning.advantages import (
 )
 from vapo.rollout.collect import pack
 from vapo.types import Batch
+from vapo_kernels import masked_whiten, reference
 
 PLAIN = Config(whiten_advantages=False, length_adaptive_gae=False, lam_policy=0.5, lam_critic=1.0)
 VALUES = torch.tensor([0.25, 0.5, 0.75])
@@ -37,13 +40,15 @@ def two_responses():
     return packed([2, 1], [1.0, 0.0], is_truncated=[False, True])
 
 
-def batch_with(rollout, config, values=VALUES, **others):
-    """The batch of ``rollout`` with these values, old log-probs of 0 and what else is given."""
-    return build_batch(rollout, config, **{"old_logprobs": torch.zeros_like(values), "values": values, **others})
+def batch_of(config, rollout=None, values=VALUES, **others):
+    """The batch of a rollout, two_responses() unless it is given."""
+    rollout = two_responses() if rollout is None else rollout
+    others.setdefault("old_logprobs", torch.zeros(len(rollout.token_ids)))
+    return build_batch(rollout, config, values=values, **others)
 
 
 def test_advantages_and_returns_by_hand():
-    batch = batch_with(two_responses(), PLAIN)
+    batch = batch_of(PLAIN)
     # δ = (0.5 − 0.25, 1 − 0.5) and, the cut response being terminal, 0 − 0.75.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 + 0.5 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([1.0, 1.0, 0.0]))
@@ -52,7 +57,7 @@ def test_advantages_and_returns_by_hand():
 
 
 def test_gamma_discounts_the_reward_by_hand():
-    batch = batch_with(two_responses(), replace(PLAIN, gamma=0.5))
+    batch = batch_of(replace(PLAIN, gamma=0.5))
     # δ = (0.5 · 0.5 − 0.25, 1 − 0.5), decayed by γλ = 0.25 and by γ.
     torch.testing.assert_close(batch.advantages, torch.tensor([0.25 * 0.5, 0.5, -0.75]))
     torch.testing.assert_close(batch.returns, torch.tensor([0.5, 1.0, 0.0]))
@@ -60,23 +65,39 @@ def test_gamma_discounts_the_reward_by_hand():
 
 def test_worked_example():
     config = replace(PLAIN, lam_policy=0.95, decoupled_gae=False)
-    batch = batch_with(packed([5], [1.0]), config, torch.zeros(5))
+    batch = batch_of(config, packed([5], [1.0]), torch.zeros(5))
     expected = torch.tensor([0.81450625, 0.857375, 0.9025, 0.95, 1.0])
     torch.testing.assert_close(batch.advantages, expected)
     torch.testing.assert_close(batch.returns, expected)
 
 
 def test_whitening_shifts_and_scales_the_whole_batch():
-    plain = batch_with(two_responses(), PLAIN)
-    white = batch_with(two_responses(), replace(PLAIN, whiten_advantages=True))
+    plain = batch_of(PLAIN)
+    white = batch_of(replace(PLAIN, whiten_advantages=True))
     centred = plain.advantages - plain.advantages.mean()
     torch.testing.assert_close(white.advantages, centred / plain.advantages.std(), atol=1e-5, rtol=0)
     assert torch.equal(white.returns, plain.returns)
 
 
 def test_whitening_is_over_the_tokens_that_train():
-    white = whiten(torch.tensor([1.0, 5.0, 3.0, -99.0]), torch.tensor([True, True, True, False]))
+    x, mask = torch.tensor([1.0, 5.0, 3.0, -99.0]), torch.tensor([True, True, True, False])
+    white = whiten(x, mask)
     torch.testing.assert_close(white, torch.tensor([-1.0, 1.0, 0.0, 0.0]), atol=1e-5, rtol=0)
+    assert torch.equal(white, masked_whiten(x, mask))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 20])
+def test_whitening_on_two_ranks_is_that_of_the_whole(cut, monkeypatch):
+    x = 3 + 2 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(20) % 3 != 1
+    moments = []
+    monkeypatch.setattr(advantages, "sum_over_ranks", lambda tensor: moments.append(tensor) or tensor)
+    parts = [(x[:cut], mask[:cut]), (x[cut:], mask[cut:])]
+    for part in parts:
+        whiten(*part)
+    monkeypatch.setattr(advantages, "sum_over_ranks", lambda tensor: sum(moments))
+    exact = reference.masked_whiten(x.double(), mask)
+    assert_within_budget(torch.cat([whiten(*part) for part in parts]), reference.masked_whiten(x, mask), exact)
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(1.0, [0.0, 0.5, 0.9]), (0.05, [0.0, 0.0, 0.0])])
@@ -89,7 +110,7 @@ def test_kl_penalty_by_hand():
     # β (log π_old − log π_ref) is taken from the reward of every token (Eq. 1, 2), the last one's among them.
     old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
     config = replace(PLAIN, kl_reward_weight=0.1)
-    batch = batch_with(two_responses(), config, old_logprobs=old, ref_logprobs=ref)
+    batch = batch_of(config, old_logprobs=old, ref_logprobs=ref)
     torch.testing.assert_close(batch.rewards, torch.tensor([-0.05, 1.0 + 0.1, 0.0]))
     torch.testing.assert_close(batch.returns, torch.tensor([1.05, 1.1, 0.0]))
     # The verifier's scores are what they were.
@@ -114,7 +135,7 @@ def test_overlong_penalty_is_on_the_last_token_whether_cut_or_not():
     rewards = shaped_rewards(rollout, config)
     assert rewards.tolist() == [0.0, 0.0, 1.0 - 0.5, 0.0, 0.0, 0.0, -1.0]
     assert torch.equal(rollout.rewards, before)
-    batch = batch_with(rollout, config, torch.zeros(7))
+    batch = batch_of(config, rollout, torch.zeros(7))
     torch.testing.assert_close(batch.returns, torch.tensor([0.5] * 3 + [-1.0] * 4))
 
 
@@ -141,7 +162,7 @@ def test_equal_scores_that_no_float_has_exactly_give_no_advantage(score):
 def test_group_estimator_gives_every_token_its_responses_advantage():
     rollout = packed([2, 1, 1, 3], [1.0, 0.0, 0.0, 0.0], group_size=2)
     config = replace(PLAIN, advantage_estimator="group")
-    batch = build_batch(rollout, config, old_logprobs=torch.zeros(7))
+    batch = batch_of(config, rollout, None)
     expected = torch.tensor([0.70711, 0.70711, -0.70711, 0.0, 0.0, 0.0, 0.0])
     torch.testing.assert_close(batch.advantages, expected, atol=1e-5, rtol=0)
     assert batch.returns.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -151,7 +172,7 @@ def test_group_estimator_gives_every_token_its_responses_advantage():
 def test_group_estimator_compares_shaped_rewards():
     rollout = packed([1, 2], [1.0, 1.0], group_size=2)
     config = replace(PLAIN, advantage_estimator="group", truncated="penalty", max_new_tokens=2, overlong_buffer=1)
-    batch = build_batch(rollout, config, old_logprobs=torch.zeros(3))
+    batch = batch_of(config, rollout, None)
     torch.testing.assert_close(batch.advantages, torch.tensor([0.70711, -0.70711, -0.70711]), atol=1e-5, rtol=0)
 
 
@@ -163,7 +184,7 @@ def test_only_mask_keeps_cut_responses_from_training(truncated):
 
 def test_masked_tokens_have_no_say_in_the_advantages_of_others():
     config = replace(PLAIN, truncated="mask", whiten_advantages=True)
-    batch, far = (batch_with(two_responses(), config, torch.tensor([0.25, 0.5, value])) for value in (0.75, 99.0))
+    batch, far = (batch_of(config, values=torch.tensor([0.25, 0.5, value])) for value in (0.75, 99.0))
     torch.testing.assert_close(batch.advantages[:2], far.advantages[:2])
     # Mean 0 over the two that train: (0.5, 0.5) has no variance, so both are 0 exactly.
     torch.testing.assert_close(batch.advantages, torch.zeros(3), atol=1e-6, rtol=0)
@@ -173,8 +194,8 @@ def test_bootstrap_values_reach_cut_responses_only():
     rollout = packed([2, 2], [1.0, 0.0], is_truncated=[False, True])
     values = torch.tensor([0.5, 0.5, 0.5, 0.5])
     final = torch.tensor([0.0, 0.8])
-    plain = batch_with(rollout, PLAIN, values)
-    batch = batch_with(rollout, replace(PLAIN, truncated="bootstrap"), values, bootstrap_values=final)
+    plain = batch_of(PLAIN, rollout, values)
+    batch = batch_of(replace(PLAIN, truncated="bootstrap"), rollout, values, bootstrap_values=final)
     assert torch.equal(batch.advantages[:2], plain.advantages[:2])
     assert torch.equal(batch.returns[:2], plain.returns[:2])
     # δ of the last token is 0 + 0.8 − 0.5, that of the one before 0.
@@ -185,60 +206,48 @@ def test_bootstrap_values_reach_cut_responses_only():
 @pytest.mark.parametrize("changes", [{}, {"decoupled_gae": False}, {"gamma": 0.9, "whiten_advantages": True}])
 def test_without_use_values_gae_sees_zeros_and_all_else_is_the_same(changes):
     config = replace(PLAIN, **changes)
-    off = batch_with(two_responses(), replace(config, use_values=False))
-    zeros = batch_with(two_responses(), config, torch.zeros(3))
+    off = batch_of(replace(config, use_values=False))
+    zeros = batch_of(config, values=torch.zeros(3))
     for name in ("mask", "old_logprobs", "rewards", "advantages", "returns", "lam_policy"):
         assert torch.equal(getattr(off, name), getattr(zeros, name)), name
     # The critic still trains, and its metrics tell of what it says.
     assert torch.equal(off.old_values, VALUES)
-    assert not torch.equal(off.advantages, batch_with(two_responses(), config).advantages)
+    assert not torch.equal(off.advantages, batch_of(config).advantages)
 
 
-def batch_of_returns(lengths, returns, values, *, group_size=2, mask=None):
+def returns_batch(lengths, returns, values, *, group_size=2, mask=None):
     """A batch in which all tokens of a response share a return; ``values`` are per token."""
-    prompts, responses = [torch.tensor([3])] * len(lengths), [torch.full((length,), 4) for length in lengths]
-    flags = torch.zeros(len(lengths), dtype=torch.bool)
-    rollout = pack(prompts, responses, torch.tensor(returns), flags, flags, group_size, torch.device("cpu"))
+    rollout = packed(lengths, returns, group_size=group_size)
     per_token = torch.tensor(returns).repeat_interleave(torch.tensor(lengths))
     mask = torch.ones(len(per_token), dtype=torch.bool) if mask is None else torch.tensor(mask)
     zeros = torch.zeros(len(per_token))
     return Batch(rollout, mask, zeros, None, torch.tensor(values), zeros, zeros, per_token, None)
 
 
-def test_a_critic_that_knows_only_the_group_mean_explains_nothing_within():
-    # An easy prompt of returns 11 and 9, a hard one of 1 and −1. The critic says 10 and 0.
-    batch = batch_of_returns([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.0, 10.0, 0.0, 0.0])
-    # Var(R̂ − V) is that of (1, −1, 1, −1); R̂ deviates from its mean 5 by (6, 4, −4, −6): 4 of 104.
-    assert explained_variances(batch) == pytest.approx((1 - 4 / 104, 0.0))
-
-
-def test_what_is_added_to_the_group_mean_is_explained_within():
-    batch = batch_of_returns([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.5, 9.5, 0.5, -0.5])
-    # Errors (½, −½, ½, −½) about means of 0: a quarter of the spread.
-    assert explained_variances(batch) == pytest.approx((1 - 1 / 104, 0.75))
-
-
-def test_an_offset_of_each_group_counts_overall_and_not_within():
-    # Perfect order within the groups, but each group's level is off by another amount.
-    batch = batch_of_returns([1, 1, 1, 1], [1.0, 0.0, 1.0, 0.0], [4.0, 3.0, -2.0, -3.0])
-    total, within = explained_variances(batch)
-    # e = (−3, −3, 3, 3): variance 9 of ¼.
-    assert (total, within) == pytest.approx((1 - 36, 1.0))
-
-
-def test_tokens_weigh_the_groups_mean():
-    # One group: a return 1 on three tokens, 0 on one; mean ¾. The critic says ½ on the first token only.
-    batch = batch_of_returns([3, 1], [1.0, 0.0], [0.5, 0.0, 0.0, 0.0])
-    # e = (½, 1, 1, 0) about ⅝; Σ = 1/64 + 9/64 + 9/64 + 25/64 = 44/64. Spread 3/16 + 9/16 = 3/4.
-    expected = 1 - (44 / 64) / (3 / 4)
-    assert explained_variances(batch) == pytest.approx((expected, expected))
+@pytest.mark.parametrize(
+    ("lengths", "returns", "values", "expected"),
+    [
+        # An easy prompt of returns 11 and 9, a hard one of 1 and −1; the critic knows each group's mean, 10 and 0.
+        # Var(R̂ − V) is that of (1, −1, 1, −1); R̂ deviates from its mean 5 by (6, 4, −4, −6): 4 of 104.
+        ([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.0, 10.0, 0.0, 0.0], (1 - 4 / 104, 0.0)),
+        # Errors (½, −½, ½, −½) about means of 0: a quarter of the spread within.
+        ([1, 1, 1, 1], [11.0, 9.0, 1.0, -1.0], [10.5, 9.5, 0.5, -0.5], (1 - 1 / 104, 0.75)),
+        # Perfect order within the groups, but each group is off by another amount: e = (−3, −3, 3, 3), 9 of ¼.
+        ([1, 1, 1, 1], [1.0, 0.0, 1.0, 0.0], [4.0, 3.0, -2.0, -3.0], (1 - 36, 1.0)),
+        # Tokens weigh the group's mean: a return 1 on three tokens, 0 on one; mean ¾.
+        # e = (½, 1, 1, 0) about ⅝: Σ = 44/64. Spread 3/16 + 9/16 = 3/4.
+        ([3, 1], [1.0, 0.0], [0.5, 0.0, 0.0, 0.0], (1 - 44 / 48, 1 - 44 / 48)),
+    ],
+)
+def test_explained_variances_by_hand(lengths, returns, values, expected):
+    assert explained_variances(returns_batch(lengths, returns, values)) == pytest.approx(expected)
 
 
 def test_masked_tokens_do_not_count():
-    masked = batch_of_returns(
+    masked = returns_batch(
         [1, 1, 2], [1.0, 0.0, 9.0], [1.0, 0.5, 77.0, -5.0], group_size=3, mask=[True, True, False, False]
     )
-    alone = batch_of_returns([1, 1], [1.0, 0.0], [1.0, 0.5])
+    alone = returns_batch([1, 1], [1.0, 0.0], [1.0, 0.5])
     assert explained_variances(masked) == pytest.approx(explained_variances(alone))
     assert explained_variances(alone) == pytest.approx((0.75, 0.75))
 
@@ -246,10 +255,10 @@ def test_masked_tokens_do_not_count():
 @pytest.mark.parametrize("value", [0.0, 0.3])
 def test_returns_that_do_not_vary_within_groups_give_0(value):
     # Between the prompts they do vary.
-    between = batch_of_returns([2, 1, 1, 3], [0.1, 0.1, 0.7, 0.7], [value] * 7)
+    between = returns_batch([2, 1, 1, 3], [0.1, 0.1, 0.7, 0.7], [value] * 7)
     assert explained_variances(between)[1] == 0.0
-    assert explained_variances(batch_of_returns([2, 1], [0.1, 0.1], [value] * 3)) == (0.0, 0.0)
+    assert explained_variances(returns_batch([2, 1], [0.1, 0.1], [value] * 3)) == (0.0, 0.0)
 
 
 def test_no_token_gives_0():
-    assert explained_variances(batch_of_returns([1, 1], [1.0, 0.0], [1.0, 0.0], mask=[False, False])) == (0.0, 0.0)
+    assert explained_variances(returns_batch([1, 1], [1.0, 0.0], [1.0, 0.0], mask=[False, False])) == (0.0, 0.0)

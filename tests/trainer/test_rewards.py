@@ -1,5 +1,7 @@
 """Rewards sit on the last sampled token; the verifier's result is kept apart from them."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,16 +9,22 @@ from vapo.rollout.rewards import terminal_rewards, verify
 from vapo.tasks import Problem, Verdict
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_reward_is_on_the_last_sampled_token_of_its_response(dtype):
-    # Responses of 1, 2, 3, 0 and 2 tokens; of the last two none is sampled.
-    mask, bounds = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]).to(dtype), torch.tensor([0, 1, 3, 6, 6, 8])
-    rewards = terminal_rewards(torch.tensor([3.0, 0.0, 2.0, 7.0, 9.0]), mask, bounds)
-    assert rewards.tolist() == [3, 0, 0, 0, 2, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("scores", "mask", "cu_seqlens", "expected"),
+    [
+        ([True, False, True], [1, 1, 1, 1, 1, 1], [0, 1, 3, 6], [1, 0, 0, 0, 0, 1]),
+        # A hole, an end that was not sampled, an empty sequence, one without a sampled token, a NaN for it.
+        ([1.5, 2.0, 3.0, math.nan], [1, 0, 1, 0, 0, 1, 0], [0, 4, 4, 6, 7], [0, 0, 1.5, 0, 0, 3, 0]),
+        ([1.0, 2.0, 3.0], [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 1.0]], None, [[0, 1, 0], [0] * 3, [0, 0, 3]]),
+        ([], [], [0], []),
+    ],
+)
+def test_reward_is_on_the_last_sampled_token(scores, mask, cu_seqlens, expected):
+    rewards = terminal_rewards(
+        torch.tensor(scores), torch.tensor(mask), None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    )
+    assert rewards.tolist() == expected
     assert rewards.dtype == torch.float32
-    assert terminal_rewards(torch.tensor([True, False]), torch.ones(3), torch.tensor([0, 1, 3])).tolist() == [1, 0, 0]
-    rows = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).to(dtype)
-    assert terminal_rewards(torch.tensor([1.0, 2.0, 3.0]), rows).tolist() == [[0, 0, 1, 0], [0] * 4, [0, 0, 0, 3]]
 
 
 class Echo:
@@ -24,8 +32,8 @@ class Echo:
 
     def score(self, problems, responses):
         self.asked = list(zip([problem.answer for problem in problems], responses, strict=True))
-        verdicts = {"half": Verdict(0.5, False), "fine": Verdict(2.0, True), "broken": Verdict(7.0, True, "Traceback")}
-        return [verdicts[response] for response in responses]
+        results = {"half": Verdict(0.5, False), "fine": Verdict(2.0, True), "broken": Verdict(7.0, True, "Traceback")}
+        return [results[response] for response in responses]
 
 
 def test_truncated_response_is_wrong_even_if_it_ends_in_the_answer(task):
@@ -60,14 +68,10 @@ def test_a_score_that_no_float32_holds_is_an_error_of_its_row(score):
 
 
 def test_rejects_bad_input(task):
-    bounds = torch.tensor([0, 2])
-    for arguments, expected in (
-        ((torch.ones(2), torch.ones(2), bounds), r"scores must be [S] and cu_seqlens [S+1]; got (2,) and (2,)"),
-        ((torch.ones(1), torch.ones(2)), "mask must be [N] with cu_seqlens or [S, T] without; got (2,)"),
-        ((torch.ones(1), torch.ones(1, 2), bounds), "mask must be [N] with cu_seqlens or [S, T] without; got (1, 2)"),
-    ):
-        with pytest.raises(ValueError) as error:
-            terminal_rewards(*arguments)
-        assert str(error.value) == expected
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match=r"scores must be \[S\] and cu_seqlens \[S\+1\]; got \(2,\) and \(2,\)"):
+        terminal_rewards(ones, ones, torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=r"mask must be \[N\] with cu_seqlens or \[S, T\] without; got \(2,\)"):
+        terminal_rewards(ones, ones)
     with pytest.raises(ValueError, match="must have the same length; got 1, 2 and 1"):
         verify(task, [Problem("", "4")], ["", ""], torch.tensor([False]))
