@@ -82,12 +82,13 @@ sanitize: $(SANITIZE_STAMP)
 mutate: $(STAMP)
 	$(VENV)/bin/python tests/mutate.py $(ARGS)
 
-# The versions that setup.py names as its lower bounds; CI leaves them out, since this torch is a build of 6 GB for CUDA.
+# The lower bounds of setup.py. CI leaves them out, since this torch is a build of 6 GB for CUDA. Left out:
+# torch.compile, which wants a newer torch, and the registers of the pinned Triton.
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: export OMP_WAIT_POLICY := PASSIVE
 test-oldest: $(OLDEST_STAMP)
-	$(OLDEST_VENV)/bin/python -m pytest -n 2 tests/kernels vapo_kernels tests/trainer/test_load.py \
-	    tests/trainer/test_forward.py tests/trainer/test_checkpoint.py $(ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest -n 2 -k 'not test_registration' --ignore tests/kernels/test_compiled.py tests/kernels vapo_kernels \
+	    tests/trainer/test_load.py tests/trainer/test_forward.py tests/trainer/test_passes.py $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -14,10 +14,10 @@ setup(
     packages=find_packages(include=["vapo", "vapo.*", "vapo_kernels", "vapo_kernels.*"]),
     python_requires=">=3.10",
     # The ops and the adapters of `vapo.integrations` need no more; the trainer is the extra `train`.
-    install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux"', "numpy"],
+    install_requires=["torch>=2.8", 'triton>=3.4; platform_system == "Linux"', "numpy"],
     extras_require={
         "train": [
-            *("transformers>=5,<5.40", "tokenizers", "safetensors"),
+            *("transformers>=5.23,<5.40", "tokenizers", "safetensors"),
             *("pydantic>=2", "pebble", "tyro", "rich", "matplotlib"),
         ],
         "flash": ["flash-attn"],
