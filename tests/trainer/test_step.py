@@ -89,10 +89,12 @@ def test_a_step_moves_both_models_by_their_own_optimisers(learner_of, judged, sm
 def test_both_models_take_the_same_mini_batches_if_they_have_as_many_epochs(
     learner_of, batch_of, small_config, monkeypatch, critic_epochs, is_same
 ):
-    config, seen = replace(small_config, actor_epochs=2, critic_epochs=critic_epochs), {"actor": [], "critic": []}
+    config = replace(small_config, actor_epochs=2, critic_epochs=critic_epochs, value_clip=0.3)
+    seen = {"actor": [], "critic": []}
 
     def record(name):
-        def update(model, optimizer, batch, mini_batch, **_):
+        def update(model, optimizer, batch, mini_batch, config, value_clip=None):
+            assert value_clip == (0.3 if name == "critic" else None)
             seen[name].append(mini_batch.rows.tolist())
             return {f"{name}/skipped_steps": 0.0}
 
