@@ -1,125 +1,92 @@
-"""Imports run one way: each room knows those below it, `record` hangs beside, and no two modules import each other."""
+"""Imports go one way: down the list of rooms, never up, and never round in a circle."""
 
 import ast
-from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# From the top to the ground; those of one line know only what is below them, and their own room.
-ROOMS = (
-    ("__main__",),
-    ("cli",),
-    ("trainer",),
-    ("evaluation",),
-    ("learning",),
-    ("rollout",),
-    ("models",),
-    ("tasks", "config", "presets", "types"),
-)
-HEIGHT = {room: -number for number, rooms in enumerate(ROOMS) for room in rooms}
-GROUND = set(ROOMS[-1])
-EXCEPTIONS = {
-    # A package offers what a module of its own holds, imported when it is called.
-    ("vapo.tasks", "vapo.tasks.loading"),
-    # The first of several ranks opens the log.
-    ("vapo.record.run_log", "vapo.models.sharding"),
-}
+# From the ground up; a room may import itself and what stands before it.
+ROOMS = [
+    *("vapo.types", "vapo.config", "vapo.tasks", "vapo.presets", "vapo.models", "vapo.rollout", "vapo.learning"),
+    *("vapo.evaluation", "vapo.record", "vapo.trainer", "vapo.cli", "vapo.__main__"),
+]
+# Who may import a room, where that is not everything above it, and what a room may import, where that is not all below.
+ONLY = {"vapo.record": {"vapo.record", "vapo.trainer", "vapo.cli"}}
+BELOW = {"vapo.record": {"vapo.record", "vapo.types", "vapo.config", "vapo.presets", "vapo.models"}}
+# What the adapters may know of the trainer: they run where it is not installed.
+FOR_INTEGRATIONS = {"vapo.integrations", "vapo.rollout.rewards"}
 
 
-def modules_of(package: str) -> dict[str, Path]:
-    """Every module of a package by its dotted name."""
-    files = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / package).rglob("*.py")}
-    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
+def modules(package: str) -> dict[str, Path]:
+    """Names and files of the modules of a package."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return dict(zip(names, paths, strict=True))
 
 
-MODULES = modules_of("vapo") | modules_of("vapo_kernels") | modules_of("benchmarks")
+ALL = {name: path for package in ("vapo", "vapo_kernels", "benchmarks") for name, path in modules(package).items()}
 
 
-@cache
-def imports_of(module: str) -> frozenset[str]:
-    """Modules of the repository that ``module`` imports anywhere but under TYPE_CHECKING."""
-    return frozenset(_imports(module, ast.parse(MODULES[module].read_text(encoding="utf-8"))) - {module})
+def imports(name: str) -> set[str]:
+    """The modules of this repository that a module imports, inside functions too, but not for annotations alone."""
+    tree, found = ast.parse(ALL[name].read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {each for each in found if each in ALL and each != name}
 
 
-def _imports(module: str, node: ast.AST) -> set[str]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return set().union(*(_imports(module, child) for child in node.orelse))
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"{module}: imports are absolute"
-        # `from a import b` imports a.b where that is a module, and from a itself where it is not.
-        names = [name if name in MODULES else node.module for name in (f"{node.module}.{a.name}" for a in node.names)]
-    else:
-        return set().union(*(_imports(module, child) for child in ast.iter_child_nodes(node)))
-    # A benchmark that runs as a script finds its neighbours without their package.
-    neighbours = {f"benchmarks.{name}" for name in names} if module.startswith("benchmarks.") else set()
-    return {name for name in {*names, *neighbours} if name in MODULES}
+def room(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+@pytest.mark.parametrize("name", [name for name in ALL if room(name) in ROOMS])
+def test_a_room_imports_what_is_below_it(name):
+    own = room(name)
+    for other in {room(each) for each in imports(name)} & set(ROOMS):
+        assert ROOMS.index(other) <= ROOMS.index(own), f"{name} imports {other}, which is above it"
+        assert other in BELOW.get(own, {other}), f"{name} imports {other}"
+        assert own in ONLY.get(other, {own}), f"{name} imports {other}, which is for {sorted(ONLY[other])}"
+    assert not any(each.startswith("vapo.integrations") for each in imports(name))
 
 
-def ways(prefix: str) -> list[tuple[str, str]]:
-    return [
-        (module, other) for module in MODULES if f"{module}.".startswith(f"{prefix}.") for other in imports_of(module)
-    ]
+def test_every_module_has_a_room():
+    rooms = {room(name) for name in modules("vapo")} - {"vapo", "vapo.integrations"}
+    assert rooms == set(ROOMS)
 
 
-def test_imports_are_found():
-    assert "vapo.models.forward" in imports_of("vapo.learning.update")
-    assert "vapo_kernels" in imports_of("vapo.integrations.verl")
-    # Inside a function it counts as well.
-    inner = ast.parse("def f():\n    from vapo.learning import step\n    import vapo.types")
-    assert _imports("vapo.x", inner) == {"vapo.learning.step", "vapo.types"}
-    hidden = ast.parse("if TYPE_CHECKING:\n    import vapo.types\nelse:\n    import vapo.config")
-    assert _imports("vapo.x", hidden) == {"vapo.config"}
+def test_ops_and_adapters_know_nothing_of_the_trainer():
+    for name in modules("vapo_kernels"):
+        assert all(each.startswith("vapo_kernels") for each in imports(name)), name
+    for name in (each for each in ALL if each.startswith("vapo.integrations")):
+        of_the_trainer = {each for each in imports(name) if each.startswith("vapo.")} - {"vapo.rollout"}
+        assert all(each in FOR_INTEGRATIONS or room(each) in FOR_INTEGRATIONS for each in of_the_trainer), name
 
 
-def test_rooms_import_downwards():
-    wrong = []
-    for module, other in ways("vapo"):
-        room, below = room_of(module), room_of(other)
-        if not below or not other.startswith("vapo.") or room == below or room == "integrations":
-            continue
-        if room == "record":
-            allowed = below in GROUND
-        elif below == "record":
-            allowed = room in ("trainer", "cli")
-        else:
-            allowed = below in HEIGHT and (HEIGHT[below] < HEIGHT[room] or {room, below} <= GROUND)
-        if not allowed and (module, other) not in EXCEPTIONS:
-            wrong.append(f"{module} imports {other}")
-    assert not wrong
-    assert all(other in imports_of(module) for module, other in EXCEPTIONS)
+def test_no_circles():
+    """Modules that can be removed one after the other, each when all that it imports are gone."""
+    # A package's face hands names on, and each of its modules is reached through it.
+    left = {name: {each for each in imports(name) if not name.startswith(f"{each}.")} for name in ALL}
+    while ready := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in ready}
+    assert not left, f"these import each other: {sorted(left)}"
 
 
-def test_every_room_has_its_height():
-    rooms = {room_of(module) for module in MODULES if module.startswith("vapo.")}
-    assert rooms == {*HEIGHT, "record", "integrations"}
-
-
-def test_integrations_need_the_kernels_and_the_rewards_alone():
-    others = {other for _, other in ways("vapo.integrations")}
-    assert {other for other in others if not other.startswith(("vapo_kernels", "vapo.integrations"))} <= {
-        "vapo.rollout.rewards"
-    }
-    assert not any(other.startswith("vapo.") for other in imports_of("vapo.rollout.rewards"))
-
-
-def test_the_kernels_know_nothing_of_the_trainer():
-    assert not [way for way in ways("vapo_kernels") if not way[1].startswith("vapo_kernels")]
-
-
-@pytest.mark.parametrize("package", ["vapo", "vapo_kernels"])
-def test_no_module_imports_one_that_imports_it(package):
-    modules = [module for module in MODULES if f"{module}.".startswith(f"{package}.")]
-    graph = {module: {other for other in imports_of(module) if (module, other) not in EXCEPTIONS} for module in modules}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" → ".join(error.args[1]))
+def test_no_function_shadows_the_module_of_its_name():
+    """``vapo_kernels.x`` is a public op, and ``vapo_kernels.ops.x`` the module that it is in."""
+    public = {alias.asname or alias.name for node in ast.parse(ALL["vapo_kernels"].read_text()).body
+              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    assert len(public) > 10
+    for package in ALL:
+        inside = {name.rpartition(".")[2] for name in ALL if name.rpartition(".")[0] == package}
+        tree = ast.parse(ALL[package].read_text()) if ALL[package].name == "__init__.py" else ast.Module([], [])
+        handed_on = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom)
+                     for alias in node.names}  # fmt: skip
+        assert not inside & handed_on, f"{package} hands on {inside & handed_on}, which are modules too"
