@@ -73,6 +73,8 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
     z_token = (
         tl.load(row_ptr + token, mask=(token >= 0) & (token < V), other=float("nan")).to(tl.float32) * inv_temperature
     )
+    # As in any softmax +inf is NaN, which the sum over the other columns would not show.
+    z_token = tl.where(z_token == float("inf"), float("nan"), z_token)
     token = token.to(tl.int32)
     max_other = -float("inf")
     # Per lane Σ exp(z − m) and Σ exp(z − m)(z − m) over the other columns, m their maximum so far.
@@ -114,11 +116,11 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
 def write_row_gradient(
     row_ptr, out_ptr, token, a, b, entropy, peak, log_sum, p_other, inv_temperature, V, BLOCK: tl.constexpr
 ):
-    """∂L/∂logits of one row from its scalars; a row with a = b = 0 is zeroed and not read."""
+    """∂L/∂logits of one row from its scalars; a row with a = b = 0 is zeroed and not read, if its softmax is no NaN."""
     columns = tl.arange(0, BLOCK)
     token = token.to(tl.int32)
     dtype = out_ptr.dtype.element_ty
-    if (a == 0.0) & (b == 0.0):
+    if (a == 0.0) & (b == 0.0) & (log_sum == log_sum):
         for first in range(0, V, BLOCK):
             offsets = first + columns
             tl.store(out_ptr + offsets, tl.zeros((BLOCK,), dtype), mask=offsets < V)
@@ -175,6 +177,7 @@ def statistics_of_chunk(rows: Tensor, token_ids: Tensor, inv_temperature: float 
     column = token_ids.long().unsqueeze(1)
     z = scaled(rows, inv_temperature)
     z_token = z.gather(1, column).squeeze(1)
+    z_token = z_token.masked_fill(z_token == torch.inf, torch.nan)
     z.scatter_(1, column, -torch.inf)
     m = z.amax(1)
     m = m.masked_fill(m == -torch.inf, 0.0)
@@ -199,7 +202,7 @@ def statistics_of_chunk(rows: Tensor, token_ids: Tensor, inv_temperature: float 
 def write_gradient_of_rows(rows, out, token_ids, a, b, entropy, peak, log_sum, p_other, inv_temperature) -> None:
     """`write_row_gradient` of a chunk of rows in PyTorch."""
     column = token_ids.long().unsqueeze(1)
-    zero = (a == 0) & (b == 0)
+    zero = (a == 0) & (b == 0) & ~log_sum.isnan()
     column = column.masked_fill(zero.unsqueeze(1), 0)
     logp = scaled(rows, inv_temperature).sub_(peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1))
     p = logp.exp()

@@ -16,9 +16,29 @@ from vapo_kernels.ops.token_logprobs import TokenLogprobs
 from vapo_kernels.ops.value_loss import ValueLoss
 
 
-def _clamp(x, low, high):
-    """x in [low, high], with slope 1 at the bounds too: PyTorch's own clamp has slope 0 there from 2.14 on."""
-    return torch.where(x < low, low, torch.where(x > high, high, x))
+class _Clamp(torch.autograd.Function):
+    """x in [low, high], with slope 1 at the bounds too: PyTorch's own clamp has slope 0 there from 2.14 on.
+
+    The slope 0 outside is a factor, not a choice: what breaks the loss breaks the gradient, because 0 · NaN is NaN.
+    """
+
+    @staticmethod
+    def forward(ctx, x, low, high):
+        ctx.is_inside = ~((x < low) | (x > high))
+        return torch.clamp(x, low, high)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.is_inside, None, None
+
+
+_clamp = _Clamp.apply
+
+
+def _log_ratio(logprobs, others):
+    """log π − log π′ in [−20, 20]; NaN where it is infinite, but for a token that π forbids (log π = −inf)."""
+    broken = (logprobs == torch.inf) | others.isinf()
+    return _clamp(logprobs - others + torch.where(broken, torch.nan, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def length_adaptive_lambda(lengths, *, alpha=ALPHA):
@@ -128,21 +148,21 @@ def logprob_policy_loss(
     logprobs, old_logprobs, advantages = masked(logprobs), masked(old_logprobs), masked(advantages)
     weights = mask.to(logprobs.dtype) if token_weights is None else masked(token_weights)
 
-    log_ratio = _clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = _log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()  # Eq. 4
     unclipped, clipped = ratio * advantages, _clamp(ratio, 1 - clip_low, 1 + clip_high) * advantages
     surrogate = torch.minimum(unclipped, clipped)  # Eq. 3
     is_clipped = clipped < unclipped
     if dual_clip is not None:
-        bound = dual_clip * advantages
-        is_clipped = is_clipped | ((advantages < 0) & (surrogate < bound))
-        surrogate = torch.where((advantages < 0) & (surrogate < bound), bound, surrogate)
+        is_bounded = (advantages < 0) & (surrogate < dual_clip * advantages)
+        is_clipped = is_clipped | is_bounded
+        surrogate = torch.where(is_bounded, _clamp(ratio, 0.0, dual_clip) * advantages, surrogate)
     policy = -(weights * surrogate).sum() / tokens
     positive_nll = -masked(logprobs, correct).sum() / correct_tokens  # Eq. 16
 
     kl = logprobs.new_zeros(())
     if ref_logprobs is not None:
-        log_ref_ratio = _clamp(masked(ref_logprobs) - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ref_ratio = -_log_ratio(logprobs, masked(ref_logprobs))
         kl = masked(torch.expm1(log_ref_ratio) - log_ref_ratio).sum() / tokens
     mean_entropy = masked(entropy).sum() / tokens
     loss = policy + nll_weight * positive_nll + kl_weight * kl - entropy_weight * mean_entropy  # Eq. 17
@@ -174,7 +194,7 @@ def value_loss(values, returns, mask, *, old_values=None, clip=None, num_tokens=
         old_values = old_values.masked_fill(~mask, 0.0).to(values.dtype)
         clipped = _clamp(values, old_values - clip, old_values + clip)
         clipped_losses = (clipped - returns).square() / 2
-        is_clipped = clipped_losses > losses
+        is_clipped = ~(clipped_losses <= losses)
         losses = torch.maximum(losses, clipped_losses)
     return ValueLoss(losses.sum() / count, (is_clipped & mask).sum().to(values.dtype) / count)
 
@@ -192,7 +212,7 @@ def explained_variance(values, returns, mask):
     """1 − Var(R̂ − V) / Var(R̂) over True tokens; 0 where the returns do not vary."""
     returns, values = returns[mask.bool()].double(), values[mask.bool()].double()
     if len(returns) == 0 or returns.var(correction=0) == 0:
-        return torch.zeros((), dtype=torch.float64)
+        return 0.0 * (returns - values).sum()
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 

@@ -153,7 +153,7 @@ def explained_variance_from(moments: Tensor) -> Tensor:
     variance = square / n - (total / n).square()
     unexplained = (error_square / n - (error / n).square()).clamp(min=0)
     constant = variance <= ROUNDING * (square / n)
-    return torch.where(constant, 0.0, 1 - unexplained / torch.where(constant, 1.0, variance))
+    return torch.where(constant, 0.0 * unexplained, 1 - unexplained / torch.where(constant, 1.0, variance))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _value_loss_kernel(
         clipped_error = 0.5 * clipped_difference * clipped_difference
         is_clipped = (clipped_error <= error) == 0
         error = tl.where(is_clipped, clipped_error, error)
-        slope = tl.where(is_clipped, 0.0, slope)
+        slope = tl.where(is_clipped, 0.0 * clipped_difference, slope)
     tl.store(sums_ptr + offsets, error, mask=inside)
     tl.store(sums_ptr + num_rows + offsets, is_clipped.to(tl.float32), mask=inside)
     tl.store(dvalues_ptr + offsets, slope / tl.load(num_tokens_ptr), mask=inside)
@@ -265,6 +265,6 @@ def _value_loss_torch(values, returns, mask, old_values, num_tokens, clip) -> tu
         clipped_difference = values.clamp(old_values - clip, old_values + clip) - returns
         clipped_error = clipped_difference.square() / 2
         is_clipped = ~(clipped_error <= error)
-        slope = torch.where(is_clipped, 0.0, slope)
+        slope = torch.where(is_clipped, 0.0 * clipped_difference, slope)
         error = torch.where(is_clipped, clipped_error, error)
     return torch.stack([error, is_clipped.float()]), slope / num_tokens

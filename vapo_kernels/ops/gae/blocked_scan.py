@@ -36,7 +36,7 @@ def gae_torch(
     advantages, returns, is_finite = _scan_all(
         rewards, values, cu_seqlens, mask, *per_sequence, num_sequences, *numbers
     )
-    if is_finite or num_sequences < 2:
+    if is_finite:
         return advantages, returns
     # A sequence forgets the next one by a decay of 0, but 0 times its NaN is NaN: such sequences are scanned alone.
     row_length = rewards.numel() // num_sequences
@@ -46,6 +46,9 @@ def gae_torch(
             own = (None if x is None else x[s : s + 1] for x in per_sequence)
             own_mask = None if mask is None else mask[at]
             advantages[at], returns[at], _ = _scan_all(rewards[at], values[at], None, own_mask, *own, 1, *numbers)
+    # R̂_t does not depend on V(s_t), but a V(s_t) that is not finite must be heard.
+    broken = ~values[: bounds[-1]].isfinite() & (True if mask is None else mask[: bounds[-1]])
+    returns[: bounds[-1]].masked_fill_(broken, torch.nan)
     return advantages, returns
 
 

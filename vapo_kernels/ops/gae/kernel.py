@@ -75,7 +75,8 @@ def _gae_block(
     later_policy, carry_policy = _scan(value, reward, sampled, carry_policy, lam_policy, gamma, ROWS, WIDTH)
     later_critic, carry_critic = _scan(value, reward, sampled, carry_critic, lam_critic, gamma, ROWS, WIDTH)
     tl.store(advantages_ptr + offsets, tl.where(sampled, reward + gamma * later_policy - value, 0.0), mask=inside)
-    tl.store(returns_ptr + offsets, tl.where(sampled, reward + gamma * later_critic, 0.0), mask=inside)
+    # R̂_t does not depend on V(s_t), but a V(s_t) that is not finite must be heard: 0 · NaN is NaN.
+    tl.store(returns_ptr + offsets, tl.where(sampled, reward + gamma * later_critic + 0.0 * value, 0.0), mask=inside)
     return carry_policy, carry_critic
 
 

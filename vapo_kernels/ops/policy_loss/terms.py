@@ -166,6 +166,13 @@ def reduce_terms(
 
 
 @triton.jit
+def _log_ratio(logprob, other):
+    """log π − log π′; NaN where it is infinite, but for a token that π forbids: log π = −inf is a number."""
+    is_broken = (logprob == float("inf")) | (tl.abs(other) == float("inf"))
+    return tl.where(is_broken, float("nan"), logprob - other)
+
+
+@triton.jit
 def _bounded(x):
     """x in [−20, 20]; NaN stays NaN."""
     x = tl.where(x > MAX_LOG_RATIO_CONSTEXPR, MAX_LOG_RATIO_CONSTEXPR, x)
@@ -198,7 +205,8 @@ def token_terms(
     if HAS_WEIGHTS:
         weight = tl.load(token_weights_ptr + tokens_at, mask=inside, other=0.0).to(tl.float32)
 
-    log_ratio = _bounded(logprob - old_logprob)
+    difference = _log_ratio(logprob, old_logprob)
+    log_ratio = _bounded(difference)
     ratio = tl.exp(log_ratio)  # Eq. 4
     unclipped = ratio * advantage
     bounded_ratio = tl.where(
@@ -211,9 +219,10 @@ def token_terms(
         is_bounded = (advantage < 0.0) & (surrogate < dual_clip * advantage)
         surrogate = tl.where(is_bounded, dual_clip * advantage, surrogate)
         is_clipped = is_clipped | is_bounded
-    has_slope = (is_clipped == 0) & (tl.abs(logprob - old_logprob) <= MAX_LOG_RATIO_CONSTEXPR)
     policy = -weight * surrogate
-    dlogprob = tl.where(has_slope, -weight * unclipped * inv_tokens, 0.0)
+    # A factor, not a choice: 0 · NaN is NaN, so that what breaks the loss breaks the gradient too.
+    slope = tl.where(is_clipped | (tl.abs(difference) > MAX_LOG_RATIO_CONSTEXPR), 0.0, 1.0)
+    dlogprob = -weight * unclipped * inv_tokens * slope
 
     nll = 0.0
     if HAS_CORRECT:
@@ -223,9 +232,10 @@ def token_terms(
     kl = 0.0
     if HAS_REF:
         ref_logprob = tl.load(ref_logprobs_ptr + tokens_at, mask=inside, other=0.0).to(tl.float32)
-        log_ref_ratio = _bounded(ref_logprob - logprob)
+        difference = _log_ratio(logprob, ref_logprob)
+        log_ref_ratio = -_bounded(difference)
         kl = _k3(log_ref_ratio)
-        slope = tl.where(tl.abs(ref_logprob - logprob) <= MAX_LOG_RATIO_CONSTEXPR, -(kl + log_ref_ratio), 0.0)
+        slope = tl.where(tl.abs(difference) > MAX_LOG_RATIO_CONSTEXPR, 0.0, -(kl + log_ref_ratio))
         dlogprob += kl_weight * inv_tokens * slope
     return policy, nll, kl, is_clipped.to(tl.float32), _k3(log_ratio), dlogprob
 
@@ -240,7 +250,7 @@ def token_terms_torch(
         return x[at].float().masked_fill(masked_out, 0.0)
 
     logprobs, advantages = logprobs.masked_fill(masked_out, 0.0), part(tokens.advantages)
-    difference = logprobs - part(tokens.old_logprobs)
+    difference = _log_ratio_torch(logprobs, part(tokens.old_logprobs))
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()  # Eq. 4
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - numbers.clip_low, 1 + numbers.clip_high) * advantages
@@ -251,8 +261,7 @@ def token_terms_torch(
         is_bounded = (advantages < 0) & (surrogate < bound)
         surrogate, is_clipped = torch.where(is_bounded, bound, surrogate), is_clipped | is_bounded
     weights = torch.ones_like(ratio) if tokens.token_weights is None else part(tokens.token_weights)
-    has_slope = ~is_clipped & (difference.abs() <= MAX_LOG_RATIO)
-    dlogprobs = torch.where(has_slope, -weights * unclipped / divisors[0], 0.0)
+    dlogprobs = -weights * unclipped / divisors[0] * ~(is_clipped | (difference.abs() > MAX_LOG_RATIO))
 
     nll, kl = torch.zeros_like(ratio), torch.zeros_like(ratio)
     if tokens.is_correct is not None:
@@ -260,13 +269,17 @@ def token_terms_torch(
         nll = torch.where(correct, -logprobs, 0.0)
         dlogprobs -= correct * (numbers.nll_weight / divisors[1])  # Eq. 16
     if tokens.ref_logprobs is not None:
-        ref_difference = (part(tokens.ref_logprobs) - logprobs).masked_fill(masked_out, 0.0)
-        log_ref_ratio = ref_difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        difference = _log_ratio_torch(logprobs, part(tokens.ref_logprobs))
+        log_ref_ratio = -difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl = _k3_torch(log_ref_ratio)
-        slope = torch.where(ref_difference.abs() <= MAX_LOG_RATIO, -torch.expm1(log_ref_ratio), 0.0)
+        slope = torch.where(difference.abs() > MAX_LOG_RATIO, 0.0, -torch.expm1(log_ref_ratio))
         dlogprobs += numbers.kl_weight / divisors[0] * slope
     approx_kl = _k3_torch(log_ratio)
     return torch.stack([-weights * surrogate, nll, kl, is_clipped.float(), approx_kl]), dlogprobs
+
+
+def _log_ratio_torch(logprobs: Tensor, others: Tensor) -> Tensor:
+    return torch.where((logprobs == torch.inf) | others.isinf(), torch.nan, logprobs - others)
 
 
 def _k3_torch(x: Tensor) -> Tensor:
