@@ -18,7 +18,7 @@ setup(
     extras_require={
         "train": [
             *("transformers>=5.23,<5.40", "tokenizers", "safetensors"),
-            *("pydantic>=2", "pebble", "tyro", "rich", "matplotlib"),
+            *("pydantic>=2", "tyro", "rich", "matplotlib"),
         ],
         "flash": ["flash-attn"],
         "tasks": ["pyarrow", "reasoning-gym", "math-verify"],
