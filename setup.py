@@ -18,7 +18,7 @@ setup(
     extras_require={
         "train": [
             *("transformers>=5.23,<5.40", "tokenizers", "safetensors"),
-            *("pydantic>=2", "tyro", "rich", "matplotlib"),
+            *("pydantic>=2.12", "tyro", "rich", "matplotlib"),
         ],
         "flash": ["flash-attn"],
         "tasks": ["pyarrow", "reasoning-gym", "math-verify"],
@@ -37,7 +37,7 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["vapo = vapo.cli:main"],
+        "console_scripts": ["vapo = vapo.__main__:main"],
         "verl.plugins": ["vapo = vapo.integrations.verl"],
     },
 )

@@ -2,46 +2,112 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+try:
+    from pydantic import (
+        ConfigDict,
+        Field,
+        NonNegativeFloat,
+        NonNegativeInt,
+        PositiveFloat,
+        PositiveInt,
+        TypeAdapter,
+        ValidationError,
+    )
+    from pydantic.dataclasses import dataclass
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("the trainer needs pydantic: pip install 'vapo[train]'", name="pydantic") from error
+
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Engine = Literal["loop", "transformers"]
+Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+_Settings = TypeVar("_Settings", bound=type)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _with_errors_in_one_sentence(settings: _Settings) -> _Settings:
+    """Let the constructor of a pydantic dataclass raise a plain ValueError of one sentence."""
+    checked = settings.__init__
+
+    @wraps(checked)
+    def __init__(self: object, **given: object) -> None:
+        try:
+            checked(self, **given)
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from None
+
+    settings.__init__ = __init__
+    return settings
+
+
+def _sentence(error: ValidationError) -> str:
+    """Name the first wrong setting, what was expected and what came; or every setting that there is not."""
+    errors = error.errors(include_url=False)
+    unknown = sorted(str(each["loc"][0]) for each in errors if each["type"] == "unexpected_keyword_argument")
+    if unknown:
+        return f"settings must be fields of Config; got {', '.join(unknown)}"
+    first = errors[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    name = ".".join(map(str, first["loc"])) or "settings"
+    _, should, expected = first["msg"].partition(" should ")
+    return f"{name} must {expected}; got {first['input']!r}" if should else f"{name}: {first['msg']}"
+
+
+@_with_errors_in_one_sentence
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True),
+)
 class Config:
-    """Settings of a training run. Equation numbers are those of docs/maths.md."""
+    """Settings of a training run. Equation numbers are those of docs/maths.md.
 
-    # Where things come from.
-    task: str = "running-total"
+    Every field is checked, and what must hold between them; what is wrong raises a ValueError that names the setting.
+
+    Example:
+        >>> Config(gamma=1.5)
+        Traceback (most recent call last):
+        ValueError: gamma must be less than or equal to 1; got 1.5
+    """
+
+    # Data and models.
+    task: Text = "running-total"
     """Prompts and their verifier: "running-total" or "knights-knaves" (embedded), "reasoning-gym:NAME", or row files
-    (.parquet or .jsonl, several with commas between)."""
+    (.parquet or .jsonl, separated by commas)."""
     eval_task: str = ""
-    """Held-out problems, named as ``task`` is; empty: the part of ``task`` that training never sees."""
+    """Held-out problems, in the form of ``task``; empty: the part of ``task`` that training never sees."""
     reward: str = ""
-    """How responses are scored: empty for the task's own way, "math", or "file.py:function"."""
-    reward_timeout: float = 10.0
-    """Seconds that a verifier may take for one response, or a function in TRL's form for a batch, > 0; after that the
-    reward is 0."""
-    model: str = "tiny"
+    """How responses are scored: empty for the task's own verifier, "math", or "file.py:function"."""
+    reward_timeout: PositiveFloat = 10.0
+    """Time limit in seconds, > 0, of a verifier for one response, or of a function in TRL's form for a batch; after it
+    the reward is 0."""
+    model: Text = "tiny"
     """The policy: "tiny" for a small Qwen3 with random weights (embedded tasks only), else a hub id or a folder."""
     critic: str = ""
-    """The critic's start: empty for a copy of the policy (after its warm start) under a head of zeros, else a hub id or
-    folder of a value or reward model, or the folder of an earlier run."""
-    seed: int = 0
-    """Seed of every generator of the run; the same seed repeats a run bit for bit on the same machine."""
+    """Initial critic: empty for a copy of the policy (after its warm start) with a zero head, else a hub id or folder
+    of a value or reward model, or the folder of an earlier run."""
+    seed: NonNegativeInt = 0
+    """Seed of all random generators; the same seed repeats a run bit for bit on the same machine."""
 
-    # How it is computed.
-    device: str = "auto"
-    """Where the models live: "cpu", "cuda", or "auto" for a GPU if there is one."""
-    threads: int = 0
-    """CPU threads; 0 leaves PyTorch's own choice."""
-    dtype: str = "float32"
-    """What the models compute in: "float32" or "bfloat16". Parameters and optimiser states are float32 in both."""
-    attention: str = "sdpa"
-    """Attention of the models: "sdpa", "eager", or "flash_attention_2" (packed rows; needs the extra ``flash``)."""
+    # Hardware.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the models: "cpu", "cuda", or "auto" for a GPU if there is one."""
+    threads: NonNegativeInt = 0
+    """CPU threads; 0: PyTorch's default."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the models: "float32" or "bfloat16". Parameters and optimiser states are float32 in both."""
+    attention: Attention = "sdpa"
+    """Attention implementation: "sdpa", "eager", or "flash_attention_2" (packed rows; needs the extra ``flash``)."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more compute."""
-    micro_batch_tokens: int = 16384
-    """Most tokens in a model at once, padding included; changes memory and speed, and results by rounding only."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens in a forward pass, padding included; affects memory and speed, and results by rounding only."""
 
     # The seven parts of VAPO.
     value_pretraining: bool = True
@@ -59,147 +125,141 @@ class Config:
     group_sampling: bool = True
     """Sample group_size responses to each prompt; off: as many responses, each to its own prompt. Paper: on."""
 
-    advantage_estimator: str = "gae"
+    advantage_estimator: Literal["gae", "group"] = "gae"
     """"gae" with a critic, or "group": a response's score less its group's mean, over its standard deviation."""
     use_values: bool = True
-    """Let GAE see the critic's values; off: zeros in their place, all else as it is (the control for the critic)."""
-    gamma: float = 1.0
+    """Give GAE the critic's values; off: zeros instead, all else unchanged (the control for the critic)."""
+    gamma: Share = 1.0
     """Discount γ per token, in (0, 1] (Eq. 5, 6). Paper: 1.0."""
-    lam_policy: float = 0.95
+    lam_policy: Probability = 0.95
     """λ of the advantages where length_adaptive_gae is off, in [0, 1] (Eq. 5). Paper's baseline: 0.95."""
-    lam_critic: float = 1.0
+    lam_critic: Probability = 1.0
     """λ of the critic's target, in [0, 1] (Eq. 9). Paper: 1.0."""
-    alpha: float = 0.05
+    alpha: PositiveFloat = 0.05
     """α of Eq. 15, > 0; λ_policy is 0 up to 1/α tokens, so short responses want about 1. Paper: 0.05."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """ε_low: the ratio is clipped below at 1 − ε_low, in (0, 1) (Eq. 3). Paper: 0.2."""
-    clip_high: float = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """ε_high: the ratio is clipped above at 1 + ε_high, >= clip_low (Eq. 3). Paper: 0.28."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound, > 1, of the ratio where the advantage is negative; None: none. Paper: not stated."""
-    nll_weight: float = 0.1
+    nll_weight: NonNegativeFloat = 0.1
     """μ: weight of the positive-example loss, >= 0 (Eq. 17). Paper: 0.1."""
-    kl_weight: float = 0.0
+    kl_weight: NonNegativeFloat = 0.0
     """Weight in the loss of the KL divergence (k3) from the policy before RL, >= 0. Paper: 0."""
-    kl_reward_weight: float = 0.0
+    kl_reward_weight: NonNegativeFloat = 0.0
     """β: weight, in each token's reward, of its log-ratio to the policy before RL, >= 0 (Eq. 1, 2). Paper: 0."""
-    entropy_weight: float = 0.0
+    entropy_weight: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, >= 0. Paper: not stated."""
-    value_clip: float | None = None
-    """Values are clipped to this distance from their old ones, > 0; None: unclipped. Paper: not stated."""
+    value_clip: PositiveFloat | None = None
+    """Values are clipped to within this distance, > 0, of the old values; None: unclipped. Paper: not stated."""
     whiten_advantages: bool = True
     """Give the advantages of a step mean 0 and variance 1. Paper: not stated."""
 
     # Rollouts.
-    steps: int = 200
-    """RL steps: one rollout and its optimiser steps each."""
-    num_prompts: int = 512
+    steps: NonNegativeInt = 200
+    """RL steps, each one rollout and its optimiser steps."""
+    num_prompts: PositiveInt = 512
     """Prompts per RL step. Paper: 512."""
-    group_size: int = 16
+    group_size: PositiveInt = 16
     """Responses per prompt. Paper: 16."""
     dynamic_sampling: bool = False
-    """Sample further prompts in the place of those whose responses are all correct or all wrong. DAPO: on."""
-    max_sampling_rounds: int = 5
-    """Rounds of dynamic sampling in a step; then groups without a difference fill the batch."""
-    max_new_tokens: int = 8192
-    """Tokens after which a response is cut; it then counts as wrong."""
-    truncated: str = "zero"
-    """What the end of a cut response means: "zero" (V(s_l) = 0), "bootstrap" (the critic's V(s_l)), "penalty" (DAPO's
-    overlong shaping besides), or "mask" (it does not train). Paper: not stated."""
-    overlong_buffer: int | None = None
+    """Replace prompts whose responses are all correct or all wrong by further prompts. DAPO: on."""
+    max_sampling_rounds: PositiveInt = 5
+    """Most rounds of dynamic sampling in a step; after them uninformative groups fill the batch."""
+    max_new_tokens: PositiveInt = 8192
+    """Length at which a response is truncated; it then counts as wrong."""
+    truncated: Literal["zero", "bootstrap", "penalty", "mask"] = "zero"
+    """What follows a truncated response: "zero" (V(s_l) = 0), "bootstrap" (the critic's V(s_l)), "penalty" (zero, and
+    DAPO's overlong shaping), or "mask" (it is left out of training). Paper: not stated."""
+    overlong_buffer: PositiveInt | None = None
     """Last tokens before max_new_tokens over which the penalty grows from 0 to 1; None: a fifth of them, as in DAPO."""
-    temperature: float = 1.0
-    """Sampling temperature, > 0; the loss sees the same scaled logits. Paper: 1.0."""
-    top_p: float = 1.0
-    """Sample from the likeliest tokens of this mass, in (0, 1]; below 1 the ratio is biased by the mass cut off."""
-    top_k: int = 0
-    """Sample from so many likeliest tokens; 0: all. Biases the ratio as top_p does."""
-    stop: tuple[str, ...] = ()
-    """Tokens that end a response, besides the model's own."""
-    rollout_batch_size: int = 0
-    """Most responses that a rank samples at once, for the memory of their caches, but never less than those to one
-    prompt; 0: all. Continuous batching (engine "transformers" on CUDA) fits itself to the memory instead."""
-    engine: str = "loop"
-    """What samples: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature, > 0; the loss uses the same scaled logits. Paper: 1.0."""
+    top_p: Share = 1.0
+    """Sample from the most likely tokens of this total probability, in (0, 1]; below 1 the ratio is biased."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0: all. Biases the ratio as top_p does."""
+    stop: tuple[Text, ...] = ()
+    """Tokens that end a response, in addition to the model's own."""
+    rollout_batch_size: NonNegativeInt = 0
+    """Most responses that a rank samples at once, which bounds the memory of their caches, but at least those to one
+    prompt; 0: all. Continuous batching (engine "transformers" on CUDA) adapts to the free memory instead."""
+    engine: Engine = "loop"
+    """Sampling engine: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
 
     # Optimisation.
-    mini_batches: int = 16
-    """Optimiser steps per pass, each on its own share of the responses. Paper: 16."""
-    actor_epochs: int = 1
-    """Passes of the policy over each rollout. Paper: not stated."""
-    critic_epochs: int = 1
-    """Passes of the critic over each rollout. Paper: not stated."""
-    actor_lr: float = 1e-6
+    mini_batches: PositiveInt = 16
+    """Optimiser steps per epoch, each on its own share of the responses. Paper: 16."""
+    actor_epochs: PositiveInt = 1
+    """Epochs of the policy over each rollout. Paper: not stated."""
+    critic_epochs: PositiveInt = 1
+    """Epochs of the critic over each rollout. Paper: not stated."""
+    actor_lr: PositiveFloat = 1e-6
     """AdamW learning rate of the policy, > 0. Paper: 1e-6."""
-    critic_lr: float = 2e-6
+    critic_lr: PositiveFloat = 2e-6
     """AdamW learning rate of the critic, in value pretraining too, > 0. Paper: 2e-6."""
-    actor_lr_warmup: int = 0
+    actor_lr_warmup: NonNegativeInt = 0
     """RL steps over which the policy's learning rate rises linearly. Paper: a warm-up of unstated length."""
-    critic_lr_warmup: int = 0
-    """The same of the critic; in value pretraining, steps of that phase."""
-    weight_decay: float = 0.01
+    critic_lr_warmup: NonNegativeInt = 0
+    """The same for the critic; in value pretraining, steps of that phase."""
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW weight decay of both models, >= 0. Paper: not stated."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm, > 0. Paper: not stated."""
-    max_skipped_steps: int = 5
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm, > 0. Paper: not stated."""
+    max_skipped_steps: PositiveInt = 5
     """Optimiser steps of a model skipped in a row, for a loss or gradient that is not finite, that end the run."""
 
     # Value pretraining.
-    pretraining_steps: int = 50
-    """Most rollouts of value pretraining. Paper: 50 steps."""
-    pretraining_prompts: int = 512
-    """Responses per rollout of value pretraining, each to its own prompt."""
-    pretraining_epochs: int = 1
-    """Passes of the critic over each of these rollouts."""
-    pretraining_mini_batches: int = 1
-    """Optimiser steps per such pass."""
-    pretraining_target: float = 0.5
-    """Value pretraining stops early once the explained variance of a fresh rollout reaches this, in (0, 1]."""
+    pretraining_steps: PositiveInt = 50
+    """Most steps of value pretraining, each with a rollout of its own. Paper: 50."""
+    pretraining_prompts: PositiveInt = 512
+    """Responses per step of value pretraining, each to its own prompt."""
+    pretraining_epochs: PositiveInt = 1
+    """Epochs of the critic over each of these rollouts."""
+    pretraining_mini_batches: PositiveInt = 1
+    """Optimiser steps per such epoch."""
+    pretraining_target: Share = 0.5
+    """Explained variance of a fresh rollout, in (0, 1], at which value pretraining stops early."""
 
     # Warm start of the tiny model.
-    warm_start_steps: int = 0
-    """Supervised steps on demonstrations before anything else; 0: none."""
-    warm_start_clean_steps: int = 0
-    """How many of these, the first ones, see faultless demonstrations only."""
-    warm_start_steady_steps: int = 0
-    """Supervised steps before the learning rate falls; the first 20, over which it rises, always count."""
-    warm_start_batch: int = 64
+    warm_start_steps: NonNegativeInt = 0
+    """Supervised steps on demonstrations before all other phases; 0: none."""
+    warm_start_clean_steps: NonNegativeInt = 0
+    """How many of these, from the first, use demonstrations without mistakes."""
+    warm_start_steady_steps: NonNegativeInt = 0
+    """Supervised steps before the learning rate falls, at least the first 20, over which it rises."""
+    warm_start_batch: PositiveInt = 64
     """Demonstrations per supervised step."""
-    warm_start_lr: float = 3e-3
+    warm_start_lr: PositiveFloat = 3e-3
     """Peak AdamW learning rate of the supervised steps, > 0."""
-    give_up: float = 0.3
+    give_up: Probability = 0.3
     """Probability, before each step of a later demonstration, of giving up and guessing, in [0, 1]."""
-    error: float = 0.05
+    error: Probability = 0.05
     """Probability of a mistake in each step of a later demonstration, in [0, 1]."""
 
     # Evaluation and record.
-    eval_problems: int = 200
+    eval_problems: PositiveInt = 200
     """Held-out problems of each evaluation."""
-    eval_samples: int = 1
-    """Responses to each of them, k of avg@k, pass@k and maj@k; one greedy response besides."""
-    eval_top_p: float = 1.0
+    eval_samples: PositiveInt = 1
+    """Responses to each of them, the k of avg@k, pass@k and maj@k, in addition to a greedy one."""
+    eval_top_p: Share = 1.0
     """top_p of evaluation, in (0, 1]. Paper: 0.7."""
-    eval_every: int = 10
-    """RL steps between evaluations; there is always one before and one after."""
-    logged_samples: int = 4
+    eval_every: PositiveInt = 10
+    """RL steps between evaluations; the policy before and after RL is always evaluated."""
+    logged_samples: NonNegativeInt = 4
     """Responses written to samples.jsonl after each rollout."""
-    checkpoint_every: int = 10
-    """Steps of any phase between checkpoints; there is one at each phase's end besides."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
-    trackers: tuple[str, ...] = ()
-    """Where metrics go besides metrics.jsonl: "tensorboard", "trackio", "wandb" (extra ``track``)."""
+    checkpoint_every: PositiveInt = 10
+    """Steps of any phase between checkpoints; the end of each phase has one too."""
+    keep_checkpoints: PositiveInt = 2
+    """How many checkpoints are kept, the newest."""
+    trackers: tuple[Text, ...] = ()
+    """Where metrics go in addition to metrics.jsonl: "tensorboard", "trackio", "wandb" (extra ``track``)."""
 
     def __post_init__(self) -> None:
-        """Check every field and what must hold between them; the first that is wrong raises ValueError."""
-        for field in fields(self):
-            _check(field.name, str(field.type), getattr(self, field.name))
+        """Check what must hold between the fields; the first that is wrong raises ValueError."""
         for name, holds, relation in (
-            (
-                "clip_high",
-                not self.clip_higher or self.clip_high >= self.clip_low,
-                f">= clip_low = {self.clip_low}",
-            ),
+            ("clip_high", not self.clip_higher or self.clip_high >= self.clip_low, f">= clip_low = {self.clip_low}"),
             (
                 "overlong_buffer",
                 self.truncated != "penalty" or self.used_overlong_buffer <= self.max_new_tokens,
@@ -210,7 +270,11 @@ class Config:
                 self.attention != "flash_attention_2" or self.dtype == "bfloat16",
                 "sdpa or eager where dtype is float32, which flash attention does not take",
             ),
-            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "None or > 1"),
+            (
+                "truncated",
+                self.truncated != "bootstrap" or (self.has_critic and self.use_values),
+                "zero, penalty or mask without a critic whose values are used",
+            ),
             (
                 "warm_start_clean_steps",
                 # Without a warm start the clean steps have no effect; a preset refuses them for that if they are given.
@@ -232,14 +296,31 @@ class Config:
                 self.pretraining_mini_batches <= self.pretraining_prompts,
                 f"<= pretraining_prompts = {self.pretraining_prompts}",
             ),
+            (
+                "group_size",
+                self.responses_per_prompt > 1 or not (self.advantage_estimator == "group" or self.dynamic_sampling),
+                ">= 2, with group_sampling, for advantage_estimator='group' and dynamic_sampling",
+            ),
         ):
             if not holds:
                 raise ValueError(f"{name} must be {relation}; got {getattr(self, name)}")
-        if (self.advantage_estimator == "group" or self.dynamic_sampling) and self.responses_per_prompt < 2:
-            raise ValueError(
-                "group_size must be >= 2, with group_sampling, for advantage_estimator='group' and dynamic_sampling;"
-                f" got {self.group_size} and group_sampling={self.group_sampling}"
-            )
+
+    @classmethod
+    def from_json(cls, path: Path | str, *, unknown: Literal["refuse", "drop"] = "refuse") -> Config:
+        """Read the ``config.json`` of a run.
+
+        Args:
+            path: The file.
+            unknown: What becomes of settings that this version does not know: "refuse" or "drop".
+
+        Raises:
+            ValueError: If the file holds no JSON object, a value is wrong, or a setting is unknown and not dropped.
+        """
+        extra = {"refuse": "forbid", "drop": "ignore"}[unknown]
+        try:
+            return TypeAdapter(cls).validate_json(Path(path).read_bytes(), extra=extra)
+        except ValidationError as error:
+            raise ValueError(f"{path}: {_sentence(error)}") from None
 
     @property
     def has_critic(self) -> bool:
@@ -285,54 +366,3 @@ class Config:
     def total_steps(self) -> int:
         """Steps of all phases together."""
         return self.warm_start_steps + self.pretrains_values * self.pretraining_steps + self.steps
-
-
-_MAY_BE_ZERO = (
-    *("seed", "threads", "steps", "warm_start_steps", "warm_start_clean_steps", "warm_start_steady_steps"),
-    *("logged_samples", "top_k", "actor_lr_warmup", "critic_lr_warmup", "rollout_batch_size"),
-)
-_CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("float32", "bfloat16"),
-    "attention": ("sdpa", "eager", "flash_attention_2"),
-    "advantage_estimator": ("gae", "group"),
-    "truncated": ("zero", "bootstrap", "penalty", "mask"),
-    "engine": ("loop", "transformers"),
-}
-_FROM_ZERO_TO_ONE = ("lam_policy", "lam_critic", "give_up", "error")
-_SHARES = ("gamma", "pretraining_target", "top_p", "eval_top_p")
-_NOT_NEGATIVE = ("clip_high", "nll_weight", "kl_weight", "kl_reward_weight", "entropy_weight", "weight_decay")
-
-
-def _check(name: str, kind: str, value: object) -> None:
-    """Raise ValueError if ``value`` is not one that the field ``name``, annotated ``kind``, may have."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    number = float(value) if is_int or isinstance(value, float) else math.nan
-    if name in _CHOICES:
-        expected, valid = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
-    elif kind == "str":
-        expected, valid = (
-            "a text",
-            isinstance(value, str) and (bool(value) or name in ("eval_task", "reward", "critic")),
-        )
-    elif kind.startswith("tuple"):
-        expected, valid = "a tuple of texts", isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-    elif kind == "bool":
-        expected, valid = "True or False", isinstance(value, bool)
-    elif kind == "int | None":
-        expected, valid = "None or an integer >= 1", value is None or (is_int and value >= 1)
-    elif kind == "int":
-        least = 0 if name in _MAY_BE_ZERO else 1
-        expected, valid = f"an integer >= {least}", is_int and value >= least
-    elif name in _FROM_ZERO_TO_ONE:
-        expected, valid = "a number in [0, 1]", 0 <= number <= 1
-    elif name in _SHARES:
-        expected, valid = "a number in (0, 1]", 0 < number <= 1
-    elif name == "clip_low":
-        expected, valid = "a number in (0, 1)", 0 < number < 1
-    elif name in _NOT_NEGATIVE:
-        expected, valid = "a finite number >= 0", 0 <= number < math.inf
-    else:
-        expected, valid = "a finite number > 0", 0 < number < math.inf or (kind.endswith("None") and value is None)
-    if not valid:
-        raise ValueError(f"{name} must be {expected}; got {value!r}")

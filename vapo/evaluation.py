@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -245,9 +244,7 @@ def read_settings(run: Path) -> dict[str, object]:
         return {}
     if not (run / "policy").is_dir():
         raise ValueError(f"a run must have ended with its policy/ to be evaluated; got {run}, which has none yet")
-    saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    known = {field.name for field in fields(Config)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in known}
+    return asdict(Config.from_json(run / "config.json", unknown="drop"))
 
 
 def _is_same(name: str, other: str | None) -> bool:

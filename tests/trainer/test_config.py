@@ -1,26 +1,32 @@
 """Every field is checked, and the switches give the settings that are used."""
 
-from dataclasses import FrozenInstanceError, fields
+import json
+import pickle
+from dataclasses import FrozenInstanceError, asdict, fields, replace
+from math import inf, nan
 
 import pytest
 
 from vapo.config import Config
 
+# By the type of the default: values that no such field takes. Types are strict: True is no number, "1" is none either.
 BAD = {
-    "int | None": 0,
-    "bool": "yes",
-    "int": -1,
-    "float": float("nan"),
-    "str": 3,
-    "float | None": -1.0,
-    "tuple[str, ...]": ["a list"],
+    bool: ("yes", 1, None),
+    int: (-1, True, "1", 1.5, nan, None),
+    float: (nan, inf, -1.0, True, "1", None),
+    str: (3, None, True),
+    tuple: (["a list"], "text", ("",), ("wandb", 1), None),
+    type(None): (nan, -1.0, 0, True, "1"),
 }
+CASES = [(field.name, value) for field in fields(Config) for value in BAD[type(field.default)]]
 
 
-@pytest.mark.parametrize(("name", "kind"), [(field.name, field.type) for field in fields(Config)])
-def test_every_field_rejects_a_bad_value_by_name(name, kind):
-    with pytest.raises(ValueError, match=rf"^{name} must be .*; got"):
-        Config(**{name: BAD[kind]})
+@pytest.mark.parametrize(("name", "value"), CASES)
+def test_every_field_rejects_bad_values_by_name(name, value):
+    with pytest.raises(ValueError) as error:
+        Config(**{name: value})
+    assert type(error.value) is ValueError
+    assert str(error.value).startswith((f"{name} must ", f"{name}.")) and "; got " in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,14 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
             {"truncated": "penalty", "max_new_tokens": 1000, "overlong_buffer": 1024},
             "overlong_buffer must be <= max_new_tokens = 1000; got 1024",
         ),
-        ({"dual_clip": 1.0}, "dual_clip must be None or > 1; got 1.0"),
+        *(
+            (
+                {"truncated": "bootstrap", **without},
+                "truncated must be zero, penalty or mask without a critic whose values are used; got bootstrap",
+            )
+            for without in ({"use_values": False}, {"advantage_estimator": "group"})
+        ),
+        ({"dual_clip": 1.0}, "dual_clip must be greater than 1; got 1.0"),
         (
             {"warm_start_steps": 20, "warm_start_steady_steps": 20},
             "warm_start_steady_steps must be < warm_start_steps = 20; got 20",
@@ -50,29 +63,83 @@ def test_every_field_rejects_a_bad_value_by_name(name, kind):
             "mini_batches must be <= num_prompts × group_size = 12; got 13",
         ),
         ({"pretraining_mini_batches": 513}, "pretraining_mini_batches must be <= pretraining_prompts = 512; got 513"),
-        ({"gamma": 0.0}, "gamma must be a number in (0, 1]; got 0.0"),
-        ({"gamma": 1.01}, "gamma must be a number in (0, 1]; got 1.01"),
-        ({"top_p": 0.0}, "top_p must be a number in (0, 1]; got 0.0"),
-        ({"lam_critic": 1.01}, "lam_critic must be a number in [0, 1]; got 1.01"),
-        ({"clip_low": 1.0}, "clip_low must be a number in (0, 1); got 1.0"),
-        ({"kl_weight": -0.1}, "kl_weight must be a finite number >= 0; got -0.1"),
-        ({"alpha": float("inf")}, "alpha must be a finite number > 0; got inf"),
-        ({"alpha": 0}, "alpha must be a finite number > 0; got 0"),
-        ({"value_clip": 0.0}, "value_clip must be a finite number > 0; got 0.0"),
-        ({"steps": True}, "steps must be an integer >= 0; got True"),
-        ({"num_prompts": 0}, "num_prompts must be an integer >= 1; got 0"),
-        ({"task": ""}, "task must be a text; got ''"),
-        ({"trackers": ("wandb", 1)}, "trackers must be a tuple of texts; got ('wandb', 1)"),
-        ({"stop": ("",)}, "stop must be a tuple of texts; got ('',)"),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16; got 'float16'"),
-        ({"truncated": "drop"}, "truncated must be one of zero, bootstrap, penalty, mask; got 'drop'"),
-        ({"advantage_estimator": "rloo"}, "advantage_estimator must be one of gae, group; got 'rloo'"),
+        *(
+            ({name: value}, f"{name} must be {expected}; got {value!r}")
+            for name, value, expected in (
+                ("gamma", 0.0, "greater than 0"),
+                ("gamma", 1.01, "less than or equal to 1"),
+                ("top_p", 0.0, "greater than 0"),
+                ("eval_top_p", 1.5, "less than or equal to 1"),
+                ("pretraining_target", 0.0, "greater than 0"),
+                ("lam_policy", 1.01, "less than or equal to 1"),
+                ("lam_critic", 1.01, "less than or equal to 1"),
+                ("give_up", -0.1, "greater than or equal to 0"),
+                ("error", 1.01, "less than or equal to 1"),
+                ("clip_low", 0.0, "greater than 0"),
+                ("clip_low", 1.0, "less than 1"),
+                ("kl_weight", -0.1, "greater than or equal to 0"),
+                ("alpha", inf, "a finite number"),
+                ("alpha", 0, "greater than 0"),
+                ("value_clip", 0.0, "greater than 0"),
+                ("steps", True, "a valid integer"),
+                ("num_prompts", 0, "greater than 0"),
+                ("max_skipped_steps", 0, "greater than 0"),
+                ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
+                ("dtype", "float16", "'float32' or 'bfloat16'"),
+                ("attention", "flash", "'sdpa', 'eager' or 'flash_attention_2'"),
+                ("engine", "vllm", "'loop' or 'transformers'"),
+                ("truncated", "drop", "'zero', 'bootstrap', 'penalty' or 'mask'"),
+                ("advantage_estimator", "rloo", "'gae' or 'group'"),
+            )
+        ),
+        ({"task": ""}, "task must have at least 1 character; got ''"),
+        ({"trackers": ("wandb", 1)}, "trackers.1 must be a valid string; got 1"),
+        ({"lambda": 1, "alhpa": 2}, "settings must be fields of Config; got alhpa, lambda"),
     ],
 )
 def test_rejects_values_out_of_range(changes, message):
     with pytest.raises(ValueError) as error:
         Config(**changes)
     assert str(error.value) == message
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "config.json"
+
+
+@pytest.mark.parametrize("unknown", ["refuse", "drop"])
+def test_settings_are_read_back_as_they_were_written(path, unknown):
+    config = Config(stop=("#",), dual_clip=3, seed=4)
+    path.write_text(json.dumps(asdict(config)))
+    assert Config.from_json(path, unknown=unknown) == config == pickle.loads(pickle.dumps(config))
+    assert hash(replace(config, seed=5)) != hash(config) == hash(replace(config))
+    assert type(config.dual_clip) is float
+
+
+def test_unknown_settings_are_refused_or_dropped(path):
+    path.write_text('{"alhpa": 1, "lambda": 0.9, "seed": 3}')
+    with pytest.raises(ValueError, match=r"config\.json: settings must be fields of Config; got alhpa, lambda$"):
+        Config.from_json(path)
+    assert Config.from_json(path, unknown="drop") == Config(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "settings: Invalid JSON: EOF"),
+        ("[1]", "settings must be an object; got [1]"),
+        ('{"steps": "1"}', "steps must be a valid integer; got '1'"),
+        ('{"alpha": NaN}', "alpha must be a finite number; got nan"),
+        ('{"clip_high": 0.1}', "clip_high must be >= clip_low = 0.2; got 0.1"),
+    ],
+)
+@pytest.mark.parametrize("unknown", ["refuse", "drop"])
+def test_a_file_with_other_contents_is_refused_with_its_path(path, text, message, unknown):
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Config.from_json(path, unknown=unknown)
+    assert str(error.value).startswith(f"{path}: {message}")
 
 
 @pytest.mark.parametrize("changes", [{"advantage_estimator": "group"}, {"dynamic_sampling": True}])

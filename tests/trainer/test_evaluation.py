@@ -362,12 +362,12 @@ def test_the_files_that_a_run_trained_on_hold_out_their_eighth_by_any_name(tmp_p
     ("place", "given", "message"),
     [
         ("policy", {}, "task must be given for a model that is no run; got none for"),
-        (".", {"eval_problems": 0}, "eval_problems must be an integer >= 1; got 0"),
-        (".", {"eval_samples": 0}, "eval_samples must be an integer >= 1; got 0"),
-        (".", {"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
-        (".", {"eval_top_p": 1.5}, r"eval_top_p must be a number in \(0, 1\]; got 1.5"),
+        (".", {"eval_problems": 0}, "eval_problems must be greater than 0; got 0"),
+        (".", {"eval_samples": 0}, "eval_samples must be greater than 0; got 0"),
+        (".", {"temperature": 0.0}, "temperature must be greater than 0; got 0.0"),
+        (".", {"eval_top_p": 1.5}, r"eval_top_p must be less than or equal to 1; got 1.5"),
         (".", {"task": "chess"}, "task must be one of "),
-        (".", {"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
+        (".", {"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
     ],
 )
 def test_bad_settings_are_named(folder, place, given, message):

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vapo.config import Config
+from vapo.config import Config, Engine
 from vapo.models.load import max_positions, stop_token_ids
 from vapo.rollout.loop import sample_in_loop
 from vapo.rollout.transformers import generate_continuously, generate_padded
 
-ENGINES = ("loop", "transformers")
+ENGINES = get_args(Engine)
 
 
 @dataclass(frozen=True, slots=True)
