@@ -138,6 +138,9 @@ RL_ONLY = (
     *("eval_every", "logged_samples"),
 )
 
+# Settings that switch themselves off at 0.
+_OFF_AT_0 = ("nll_weight", "warm_start_steps")
+
 
 def has_effect(config: Config, field: str) -> bool:
     """Say whether ``field`` changes anything, given the other settings of ``config``.
@@ -163,7 +166,7 @@ def refuse_ineffective(config: Config, given: Mapping[str, object], *, last_phas
     reasons = {
         field: _reason_without_effect(config, field)
         for field, value in given.items()
-        if value not in ("", None) and value is not False
+        if value not in ("", None) and value is not False and not (value == 0 and field in _OFF_AT_0)
     }
     if last_phase == "value_pretraining":
         reasons |= {field: "a run ends with value pretraining" for field in given if field in RL_ONLY}
