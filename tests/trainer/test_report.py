@@ -18,13 +18,9 @@ from vapo.record.records import read_metrics
 WIDTH, HEIGHT = 1200, 912
 
 
-def write_metrics(folder: Path, records: list[dict]) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-
-
 def write_run(folder: Path, records: list[dict], **settings: object) -> Path:
-    write_metrics(folder, records)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     (folder / "config.json").write_text(json.dumps(settings), "utf-8")
     return folder
 
@@ -34,11 +30,7 @@ def evaluated(*accuracies: float | None, every: int = 10) -> list[dict]:
     records = [{"phase": "warm_start", "step": 5, "timing_s/elapsed": 9.0}]
     for number, accuracy in enumerate(accuracies):
         step = number * every
-        metrics = {
-            "val/accuracy_sampled": accuracy,
-            "val/response_length": 20.0 + step,
-            "actor/entropy": 1 / (1 + step),
-        }
+        metrics = {"val/accuracy_sampled": accuracy, "val/response_length": 20.0 + step, "actor/entropy": 0.5}
         records.append({"phase": "vapo", "step": step, "timing_s/elapsed": 9.0 + 2 * step} | metrics)
     return records
 
@@ -54,37 +46,28 @@ def full_run() -> list[dict]:
     return [{"phase": phase, "step": step} | dict.fromkeys(names, step / 20) for phase, step in places]
 
 
-def test_draws_a_picture_of_a_readable_size(tmp_path: Path) -> None:
-    write_metrics(tmp_path, full_run())
-    path = write_curves(tmp_path)
-    assert path == tmp_path / "curves.png"
-    assert imread(path).shape[:2] == (HEIGHT, WIDTH)
-
-
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     """The picture of a run that has every metric."""
-    folder = tmp_path_factory.mktemp("curves") / "run"
-    write_metrics(folder, full_run())
-    return imread(write_curves(folder))
+    path = write_curves(write_run(tmp_path_factory.mktemp("curves") / "run", full_run()))
+    assert path.name == "curves.png" and imread(path).shape[:2] == (HEIGHT, WIDTH)
+    return imread(path)
 
 
 @pytest.mark.parametrize("plan", PANELS, ids=lambda plan: plan.title)
 def test_each_panel_shows_its_metrics(tmp_path: Path, curves: np.ndarray, plan) -> None:
     names = {name for line in plan.lines for name in (line.metric, *(line.band or ()))}
-    write_metrics(tmp_path / "run", [{k: v for k, v in r.items() if k not in names} for r in full_run()])
+    write_run(tmp_path / "run", [{k: v for k, v in r.items() if k not in names} for r in full_run()])
     changed = (curves != imread(write_curves(tmp_path / "run"))).any(axis=2)
     row, column = divmod(PANELS.index(plan), 3)
     panel = changed[row * HEIGHT // 3 : (row + 1) * HEIGHT // 3, column * WIDTH // 3 : (column + 1) * WIDTH // 3]
     assert panel.sum() > 100
 
 
-def test_null_is_a_gap(tmp_path: Path) -> None:
-    records = [{"phase": "vapo", "step": step, "actor/entropy": value} for step, value in enumerate((1.0, None, 2.0))]
-    write_metrics(tmp_path, records)
-    assert write_curves(tmp_path).exists()
-    write_metrics(tmp_path, records[1:2])
-    assert write_curves(tmp_path).exists()
+@pytest.mark.parametrize("values", [(1.0, None, 2.0), (None,), (0.25,)])
+def test_null_is_a_gap_and_one_step_is_drawn(tmp_path: Path, values: tuple[float | None, ...]) -> None:
+    records = [{"phase": "vapo", "step": step, "actor/entropy": value} for step, value in enumerate(values)]
+    assert write_curves(write_run(tmp_path, records)).exists()
 
 
 @pytest.mark.parametrize(
@@ -104,16 +87,10 @@ def test_phases_share_the_axis(phases: list[str], edges: list[tuple[float, float
         assert math.isclose(stretch.left, left) and math.isclose(stretch.right, right)
 
 
-def test_a_run_of_one_step_zero_is_drawn(tmp_path: Path) -> None:
-    write_metrics(tmp_path, [{"phase": "vapo", "step": 0, "val/accuracy_sampled": 0.25}])
-    assert write_curves(tmp_path).exists()
-
-
 def test_rejects_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"folder: expected a run's folder with metrics\.jsonl"):
-        write_curves(tmp_path)
-    with pytest.raises(ValueError, match=r"folder: expected a run's folder with metrics\.jsonl"):
-        write_curves(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=r"folder: expected a run's folder with metrics\.jsonl"):
+            write_curves(folder)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="folder: expected metrics, got an empty"):
         write_curves(tmp_path)
@@ -126,18 +103,16 @@ def test_rejects_bad_input(tmp_path: Path) -> None:
 
 
 def test_a_line_cut_while_it_was_written_is_left_out(tmp_path: Path) -> None:
-    write_metrics(tmp_path, full_run())
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"phase": "vapo", "st')
-    assert read_metrics(tmp_path) == full_run()
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write("λ".encode()[:1])
-    assert read_metrics(tmp_path) == full_run()
+    write_run(tmp_path, full_run())
+    for part in (b'{"phase": "vapo", "st', "λ".encode()[:1]):
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(part)
+        assert read_metrics(tmp_path) == full_run()
 
 
 def test_the_table_of_two_runs(tmp_path: Path) -> None:
-    ours = write_run(tmp_path / "ours", evaluated(0.25, 0.75, 0.5), seed=1, steps=20, **settings_of("vapo"))
-    theirs = write_run(tmp_path / "the|irs", evaluated(0.125, 0.25), seed=1, steps=40, **settings_of("ppo"))
+    ours = write_run(tmp_path / "ours", evaluated(0.25, 0.75, 0.5), seed=1, steps=20)
+    theirs = write_run(tmp_path / "the|irs", evaluated(0.125, 0.25), seed=1, steps=40, **PRESETS["ppo"])
     table = compare([ours, theirs], tmp_path / "pictures" / "both.png")
     assert table.splitlines()[3].startswith("| the\\|irs | ppo, steps=40  | 10/40 ")
     assert len({len(line) for line in table.splitlines()}) == 1
@@ -150,40 +125,35 @@ def test_the_table_of_two_runs(tmp_path: Path) -> None:
     assert imread(tmp_path / "pictures" / "both.png").shape[1] == WIDTH
 
 
-def settings_of(preset: str) -> dict[str, object]:
-    """All settings that any preset sets, as this one has them."""
-    config = vars(Config())
-    names = {name for settings in PRESETS.values() for name in settings}
-    return {name: config[name] for name in names} | PRESETS[preset]
-
-
-def test_settings_are_told_by_what_differs() -> None:
-    vapo, ppo = settings_of("vapo"), settings_of("ppo")
-    for configs, expected in (
-        ([vapo | {"seed": 0}, vapo | {"seed": 0}], ["vapo", "vapo"]),
-        ([vapo | {"seed": 0}, vapo | {"seed": 1}], ["vapo, seed=0", "vapo, seed=1"]),
-        ([vapo, vapo | {"clip_higher": False}], ["vapo", "vapo, clip_higher=False"]),
-        ([ppo, vapo | {"positive_nll": False}], ["ppo", "vapo, positive_nll=False"]),
-        ([settings_of(name) for name in PRESETS], list(PRESETS)),
-        # An older version had fewer settings; where there are none, nothing can be said.
-        ([vapo | {"top_k": 0, "seed": 0}, vapo | {"seed": 0}, {}], ["vapo, top_k=0", "vapo", "–"]),
-    ):
-        assert describe_settings(configs) == expected
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        ([Config(), Config()], ["vapo", "vapo"]),
+        ([Config(seed=0), Config(seed=1)], ["vapo, seed=0", "vapo, seed=1"]),
+        ([Config(), Config(clip_higher=False)], ["vapo", "vapo, clip_higher=False"]),
+        ([Config(**PRESETS["ppo"]), Config(positive_nll=False)], ["ppo", "vapo, positive_nll=False"]),
+        ([Config(alpha=0.1), Config(**PRESETS["ppo"])], ["vapo, alpha=0.1", "ppo"]),
+        ([Config(**settings) for settings in PRESETS.values()], list(PRESETS)),
+    ],
+)
+def test_settings_are_told_by_what_differs(configs: list[Config], expected: list[str]) -> None:
+    assert describe_settings(configs) == expected
 
 
 def test_runs_with_less_than_others_are_compared(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    whole = write_run(tmp_path / "whole", evaluated(0.25, 0.75), steps=10)
-    cut = tmp_path / "cut"
-    write_metrics(cut, [*evaluated(None, None), {"phase": "vapo", "step": 12, "timing_s/elapsed": 3700.0}])
+    # A setting of another version, and a run that ended without an evaluation.
+    whole = write_run(tmp_path / "whole", evaluated(0.25, 0.75), steps=10, alhpa=1)
+    last = {"phase": "vapo", "step": 12, "timing_s/elapsed": 3700.0}
+    cut = write_run(tmp_path / "cut", [*evaluated(None, None), last], steps=20)
     early = write_run(tmp_path / "early", evaluated()[:1], steps=10)
     empty = write_run(tmp_path / "empty", [], steps=10)
     rows = cells(compare([whole, cut, early, empty], picture))[2:]
     assert rows[0][2:] == ["10/10", "0.250", "0.750 at 10", "0.750 at 10", "20.0 → 30.0", "0:29"]
-    assert rows[1][2:] == ["12", "–", "–", "–", "20.0 → 30.0", "1:01:40"]
+    assert rows[1][2:] == ["12/20", "–", "–", "–", "20.0 → 30.0", "1:01:40"]
     assert rows[2][2:] == ["0/10", "–", "–", "–", "–", "0:09"]
     assert rows[3][2:] == ["0/10", "–", "–", "–", "–", "0:00"]
-    assert cells(compare([empty], picture))[2:] == [rows[3]]
+    assert cells(compare([empty], picture))[2][2:] == rows[3][2:]
 
 
 def test_the_time_of_a_run_is_that_of_its_last_line(tmp_path: Path) -> None:
@@ -193,30 +163,23 @@ def test_the_time_of_a_run_is_that_of_its_last_line(tmp_path: Path) -> None:
 
 
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
-    for parent in ("a", "b"):
-        (tmp_path / parent).mkdir()
-        write_run(tmp_path / parent / "seed0", evaluated(0.5))
-    table = compare([tmp_path / "a" / "seed0", tmp_path / "b" / "seed0"], tmp_path / "picture.png")
-    assert [row[0] for row in cells(table)[2:]] == ["a/seed0", "b/seed0"]
+    folders = [write_run(tmp_path / parent / "seed0", evaluated(0.5)) for parent in ("a", "b")]
+    assert [row[0] for row in cells(compare(folders, tmp_path / "picture.png"))[2:]] == ["a/seed0", "b/seed0"]
 
 
 def test_each_panel_compares_its_metric(tmp_path: Path) -> None:
-    steps = range(1, 6)
-    metrics = [panel.metric for panel in COMPARED]
+    steps, runs = range(1, 6), []
     for run in (1, 2):
-        records = [
-            {"phase": "vapo", "step": step}
-            | {name: 1 / (step + 10 * place + run) for place, name in enumerate(metrics)}
-            for step in steps
-        ]
-        write_run(tmp_path / str(run), records)
-    figure = comparison_figure(read_runs([tmp_path / "1", tmp_path / "2"]))
-    for place, (axes, panel) in enumerate(zip(figure.axes, COMPARED, strict=True)):
+        values = [{panel.metric: 1 / (step + 10 * i + run) for i, panel in enumerate(COMPARED)} for step in steps]
+        records = [{"phase": "vapo", "step": step} | metrics for step, metrics in zip(steps, values, strict=True)]
+        runs.append(write_run(tmp_path / str(run), records))
+    figure = comparison_figure(read_runs(runs))
+    for i, (axes, panel) in enumerate(zip(figure.axes, COMPARED, strict=True)):
         assert axes.get_title(loc="left") == panel.title
         for run, line in enumerate(axes.lines, 1):
             assert line.get_color() == figure.axes[0].lines[run - 1].get_color()
             assert list(line.get_xdata()) == list(steps)
-            assert list(line.get_ydata()) == [1 / (step + 10 * place + run) for step in steps]
+            assert list(line.get_ydata()) == [1 / (step + 10 * i + run) for step in steps]
         assert len({line.get_color() for line in axes.lines}) == len(axes.lines) == 2
 
 
@@ -269,8 +232,8 @@ def test_compare_rejects_bad_input(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             compare(runs, target)
-    for text in ("[]", "{"):
-        (run / "config.json").write_text(text)
+    for text in ("[]", "{", None):
+        (run / "config.json").write_text(text) if text else (run / "config.json").unlink()
         with pytest.raises(ValueError, match=r"expected the settings of a run in .*config\.json, got no JSON object"):
             compare([run], picture)
     assert not list(tmp_path.glob("picture*"))

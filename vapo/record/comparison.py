@@ -1,10 +1,9 @@
 """Several runs beside each other: one picture of their RL phases and one table."""
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from matplotlib.lines import Line2D
 
 from vapo.config import Config
 from vapo.presets import PRESETS, has_effect
-from vapo.record.curves import INK, QUIET, style_axes
+from vapo.record.curves import INK, QUIET, draw_line, grid_of_panels, say_not_logged, set_title
 from vapo.record.live_view import clock
 from vapo.record.records import read_config, read_metrics
 
@@ -38,7 +37,7 @@ PANELS = (
     Panel("held-out accuracy, greedy", "val/accuracy_greedy", (0.0, 1.03)),
     Panel("score in training, mean", "critic/score/mean"),
     Panel("response length, tokens", "response_length/mean", (0.0, None)),
-    Panel("responses cut by the length limit", "response_length/clip_ratio", (0.0, None)),
+    Panel("responses truncated by the length limit", "response_length/clip_ratio", (0.0, None)),
     Panel("entropy, nats per token", "actor/entropy", (0.0, None)),
     Panel("explained variance of the critic", "critic/vf_explained_var", (None, 1.03)),
     Panel("explained variance within groups", "critic/vf_explained_var_within", (None, 1.03)),
@@ -46,6 +45,12 @@ PANELS = (
 )
 # Below this an explained variance says no more than that the critic is useless, and would flatten every other curve.
 LEAST_EXPLAINED = -1.0
+# Every preset's value of each setting that any preset sets.
+_SET = {name for settings in PRESETS.values() for name in settings}
+PRESET_SETTINGS = {
+    preset: {name: value for name, value in asdict(Config()).items() if name in _SET} | settings
+    for preset, settings in PRESETS.items()
+}
 DASHES = ("-", "--", ":", "-.")
 # Longer records are drawn as a mean over this share of their steps, the single steps faint behind it.
 SMOOTHED_FROM, SMOOTHED_SHARE = 60, 20
@@ -56,7 +61,7 @@ class Run(NamedTuple):
 
     name: str
     settings: str
-    config: dict[str, Any]
+    config: Config
     rl: list[dict[str, Any]]
     seconds: float
 
@@ -95,8 +100,8 @@ def compare(runs: Sequence[Path], picture: Path) -> str:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read what is compared of each run; raises the ValueError of `compare` for a folder that holds none."""
-    configs = [read_config(folder) for folder in folders]
     records = [read_metrics(folder) for folder in folders]
+    configs = [read_config(folder) for folder in folders]
     return [
         Run(name, text, config, [line for line in lines if line["phase"] == "vapo"], _seconds(lines))
         for name, text, config, lines in zip(_names(folders), describe_settings(configs), configs, records, strict=True)
@@ -113,40 +118,26 @@ def _names(folders: list[Path]) -> list[str]:
     return [str(folder.relative_to(common)) for folder in folders]
 
 
-def describe_settings(configs: Sequence[dict[str, Any]]) -> list[str]:
+def describe_settings(configs: Sequence[Config]) -> list[str]:
     """Name the preset that each run is nearest to, what it changed of that preset, and what else differs between runs.
 
-    Args:
-        configs: The settings of each run; empty where they are not known.
-
     Example:
-        >>> describe_settings([{"clip_higher": True, "seed": 0}, {"clip_higher": True, "seed": 1}])
-        ['vapo, seed=0', 'vapo, seed=1']
+        >>> describe_settings([Config(seed=0), Config(seed=1, clip_higher=False)])
+        ['vapo, seed=0', 'vapo, clip_higher=False, seed=1']
     """
-    differing = [
-        name
-        for name in dict.fromkeys(name for config in configs for name in config)
-        if len({json.dumps(config.get(name)) for config in configs if config}) > 1
-    ]
-    return [_describe(config, differing) if config else NOT_LOGGED for config in configs]
+    differing = [name for name in asdict(Config()) if len({getattr(config, name) for config in configs}) > 1]
+    return [_describe(config, differing) for config in configs]
 
 
-def _describe(config: dict[str, Any], differing: list[str]) -> str:
+def _describe(config: Config, differing: list[str]) -> str:
     changes = {
-        preset: {name: config[name] for name, value in settings.items() if config.get(name, value) != value}
-        for preset, settings in _preset_settings().items()
+        preset: {name: getattr(config, name) for name, value in settings.items() if getattr(config, name) != value}
+        for preset, settings in PRESET_SETTINGS.items()
     }
     nearest = min(changes, key=lambda preset: len(changes[preset]))
-    others = {name: config[name] for name in differing if name in config and name not in _preset_settings()[nearest]}
-    others = {name: value for name, value in others.items() if _has_effect(config, name)}
-    return ", ".join([nearest, *(f"{name}={value}" for name, value in (changes[nearest] | others).items())])
-
-
-def _preset_settings() -> dict[str, dict[str, Any]]:
-    """Every preset's value of each setting that any preset sets."""
-    names = {name for settings in PRESETS.values() for name in settings}
-    defaults = {field.name: field.default for field in fields(Config) if field.name in names}
-    return {preset: defaults | settings for preset, settings in PRESETS.items()}
+    others = [name for name in differing if name not in PRESET_SETTINGS[nearest] and has_effect(config, name)]
+    shown = changes[nearest] | {name: getattr(config, name) for name in others}
+    return ", ".join([nearest, *(f"{name}={value}" for name, value in shown.items())])
 
 
 def _seconds(records: list[dict[str, Any]]) -> float:
@@ -172,7 +163,6 @@ def _table(runs: list[Run]) -> str:
 def _row(run: Run) -> list[str]:
     accuracy, length = _column(run.rl, ACCURACY), _column(run.rl, LENGTH)
     done = max((record["step"] for record in run.rl), default=0)
-    steps = f"{done}/{run.config['steps']}" if "steps" in run.config else str(done)
     before, best, last = NOT_LOGGED, NOT_LOGGED, NOT_LOGGED
     if 0 in accuracy:
         before = f"{accuracy[0]:.3f}"
@@ -180,7 +170,7 @@ def _row(run: Run) -> list[str]:
         best_step = max(accuracy, key=accuracy.__getitem__)
         best, last = (f"{accuracy[step]:.3f} at {step}" for step in (best_step, max(accuracy)))
     lengths = " → ".join(f"{length[step]:.1f}" for step in sorted({min(length), max(length)})) if length else NOT_LOGGED
-    return [run.name, run.settings, steps, before, best, last, lengths, clock(run.seconds)]
+    return [run.name, run.settings, f"{done}/{run.config.steps}", before, best, last, lengths, clock(run.seconds)]
 
 
 def comparison_figure(runs: Sequence[Run]) -> Figure:
@@ -189,12 +179,10 @@ def comparison_figure(runs: Sequence[Run]) -> Figure:
     colours = colormaps["tab10"].colors
     styles = [{"color": colours[n % 10], "linestyle": DASHES[n // 10 % len(DASHES)]} for n in range(len(runs))]
     last_step = max((record["step"] for run in runs for record in run.rl), default=0)
-    grid = figure.subplots(3, 3)
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
+    grid = grid_of_panels(figure, [panel.title for panel in PANELS], "RL step")
+    for axes, panel in zip(grid, PANELS, strict=True):
         _draw_panel(axes, panel, runs, styles)
         axes.set_xlim(-0.01 * last_step, 1.01 * max(1, last_step))
-    for axes in grid[-1]:
-        axes.set_xlabel("RL step", fontsize=7.5, color=QUIET)
     _draw_legend(figure, runs, styles)
     if last_step >= SMOOTHED_FROM:
         note = f"from {SMOOTHED_FROM} points on, the mean of the last twentieth of them; single steps are faint"
@@ -211,43 +199,22 @@ def _draw_legend(figure: Figure, runs: Sequence[Run], styles: list[dict[str, Any
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run], styles: list[dict[str, Any]]) -> None:
-    axes.set_title(panel.title, fontsize=9.5, loc="left", color=INK)
-    style_axes(axes)
     columns = [_column(run.rl, panel.metric) for run in runs]
     if not any(columns):
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=QUIET)
-        axes.set_yticks([])
-        return
+        return say_not_logged(axes)
     for column, style in zip(columns, styles, strict=True):
         if column:
-            _draw_line(axes, np.array(list(column)), np.array(list(column.values())), style)
+            _draw_metric(axes, np.array(list(column)), np.array(list(column.values())), style)
     low, high = panel.limits
     if low is None and high is not None and axes.get_ylim()[0] < LEAST_EXPLAINED:
         low = LEAST_EXPLAINED
-        axes.set_title(f"{panel.title} (cut at {LEAST_EXPLAINED:g})", fontsize=9.5, loc="left", color=INK)
+        set_title(axes, f"{panel.title} (cut at {LEAST_EXPLAINED:g})")
     axes.set_ylim(low, high)
 
 
-def _draw_line(axes: Axes, steps: np.ndarray, values: np.ndarray, style: dict[str, Any]) -> None:
-    marker = "o" if len(steps) <= 16 else None
+def _draw_metric(axes: Axes, steps: np.ndarray, values: np.ndarray, style: dict[str, Any]) -> None:
     if len(steps) >= SMOOTHED_FROM:
         axes.plot(steps, values, lw=0.6, alpha=0.3, **style)
-        values = _trailing_mean(values, math.ceil(len(steps) / SMOOTHED_SHARE))
-    axes.plot(steps, values, lw=1.4, marker=marker, markersize=2.6, **style)
-
-
-def _trailing_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of each value and the ``width`` - 1 before it, as far as there are any."""
-    sums = np.concatenate([[0.0], values.cumsum()])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - width)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def _has_effect(config: dict[str, Any], name: str) -> bool:
-    """Whether a setting did anything in a run; one that an older or newer version knows may have."""
-    known = {field.name for field in fields(Config)}
-    settings = {field: tuple(value) if isinstance(value, list) else value for field, value in config.items()}
-    return name not in known or has_effect(
-        Config(**{field: settings[field] for field in known & settings.keys()}), name
-    )
+        width = math.ceil(len(steps) / SMOOTHED_SHARE)
+        values = np.array([values[max(0, end - width) : end].mean() for end in range(1, len(values) + 1)])
+    draw_line(axes, steps, values, **style)

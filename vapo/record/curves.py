@@ -1,12 +1,12 @@
 """``curves.png``: a run's metrics as small panels over its phases."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vapo.record.records import read_metrics
@@ -21,7 +21,7 @@ class Line(NamedTuple):
     band: tuple[str, str] | None = None
 
 
-class PanelPlan(NamedTuple):
+class Panel(NamedTuple):
     """What one panel shows; ``limits`` fixes the vertical axis where the quantity itself has bounds."""
 
     title: str
@@ -32,18 +32,15 @@ class PanelPlan(NamedTuple):
 LENGTH_RANGE = ("response_length/min", "response_length/max")
 LAMBDA_RANGE = ("critic/lambda_policy/min", "critic/lambda_policy/max")
 PANELS = (
-    PanelPlan(
+    Panel(
         "accuracy on held-out problems",
         (Line("val/accuracy_sampled", "sampled"), Line("val/accuracy_greedy", "greedy")),
         (0.0, 1.03),
     ),
-    PanelPlan(
-        "reward, mean",
-        (Line("critic/rewards/mean", "RL"), Line("critic/pretrain/score", "pretraining")),
-    ),
-    PanelPlan("response length (band: min to max)", (Line("response_length/mean", band=LENGTH_RANGE),)),
-    PanelPlan("entropy, nats per token", (Line("actor/entropy"),)),
-    PanelPlan(
+    Panel("reward, mean", (Line("critic/rewards/mean", "RL"), Line("critic/pretrain/score", "pretraining"))),
+    Panel("response length (band: min to max)", (Line("response_length/mean", band=LENGTH_RANGE),)),
+    Panel("entropy, nats per token", (Line("actor/entropy"),)),
+    Panel(
         "explained variance of the critic",
         (
             Line("critic/vf_explained_var", "RL"),
@@ -51,12 +48,10 @@ PANELS = (
             Line("critic/vf_explained_var_within", "RL, within groups"),
         ),
     ),
-    PanelPlan(
-        "λ of the policy (band: min to max)", (Line("critic/lambda_policy/mean", band=LAMBDA_RANGE),), (0.0, 1.03)
-    ),
-    PanelPlan("clip fraction", (Line("actor/pg_clipfrac"),)),
-    PanelPlan("KL to the policy that sampled", (Line("actor/ppo_kl"),)),
-    PanelPlan("loss of the warm start", (Line("warm_start/loss"),)),
+    Panel("λ of the policy (band: min to max)", (Line("critic/lambda_policy/mean", band=LAMBDA_RANGE),), (0.0, 1.03)),
+    Panel("clip fraction", (Line("actor/pg_clipfrac"),)),
+    Panel("KL to the policy that sampled", (Line("actor/ppo_kl"),)),
+    Panel("loss of the warm start", (Line("warm_start/loss"),)),
 )
 COLOURS = ("#1f5f99", "#d9822b", "#5b8c5a")
 SHADES = {"warm_start": "#eceff2", "value_pretraining": "#dfe7ee", "vapo": "#ffffff"}
@@ -76,7 +71,7 @@ class Stretch(NamedTuple):
 def write_curves(folder: Path) -> Path:
     """Draw a run's metrics as small panels over the phases that it went through.
 
-    Every phase takes a fixed part of the axis, because a warm start has many cheap steps and VAPO few dear ones.
+    Every phase takes a fixed part of the axis, because a warm start has many cheap steps and VAPO few expensive ones.
 
     Args:
         folder: A run's folder with ``metrics.jsonl``; ``curves.png`` is written beside it.
@@ -94,13 +89,12 @@ def write_curves(folder: Path) -> Path:
     stretches = phase_stretches(records)
     figure = Figure(figsize=(10, 7.6), dpi=120, facecolor="white", layout="constrained")
     figure.suptitle(_title(folder, records), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    grid = figure.subplots(3, 3)
-    for axes, plan in zip(grid.flat, PANELS, strict=True):
-        _draw_panel(axes, plan, records, stretches)
-    for axes in grid[-1]:
-        axes.set_xlabel("step within the phase", fontsize=7.5, color=QUIET)
+    grid = grid_of_panels(figure, [panel.title for panel in PANELS], "step within the phase")
+    for axes, panel in zip(grid, PANELS, strict=True):
+        _show_phases(axes, stretches)
+        _draw_panel(axes, panel, records, stretches)
     path = folder / "curves.png"
-    FigureCanvasAgg(figure).print_png(path)
+    figure.savefig(path)
     return path
 
 
@@ -115,15 +109,37 @@ def phase_stretches(records: list[dict[str, Any]]) -> list[Stretch]:
     ]
 
 
-def style_axes(axes: Axes) -> None:
-    """Give a panel the look that all panels share: quiet ticks and a horizontal grid behind the curves."""
-    axes.tick_params(labelsize=7.5, colors="#5c6870", length=2.5)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.locator_params(axis="y", nbins=6)
-    axes.grid(axis="y", color="#d9dfe3", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8c1c7")
+def grid_of_panels(figure: Figure, titles: Sequence[str], x_label: str) -> list[Axes]:
+    """Nine panels of the same look: quiet ticks and a horizontal grid below the curves."""
+    grid = figure.subplots(3, 3)
+    for axes, title in zip(grid.flat, titles, strict=True):
+        set_title(axes, title)
+        axes.tick_params(labelsize=7.5, colors="#5c6870", length=2.5)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.locator_params(axis="y", nbins=6)
+        axes.grid(axis="y", color="#d9dfe3", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#b8c1c7")
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label, fontsize=7.5, color=QUIET)
+    return list(grid.flat)
+
+
+def set_title(axes: Axes, title: str) -> None:
+    """Write the title of a panel, above the names of the phases."""
+    axes.set_title(title, fontsize=9.5, loc="left", color=INK, pad=14)
+
+
+def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+    """Draw a curve; one of few points shows each of them."""
+    axes.plot(x, y, lw=1.4, marker="o" if len(x) <= 16 else None, markersize=2.6, **style)
+
+
+def say_not_logged(axes: Axes) -> None:
+    """Say in a panel that it has nothing to show."""
+    axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=QUIET)
+    axes.set_yticks([])
 
 
 def _title(folder: Path, records: list[dict[str, Any]]) -> str:
@@ -132,65 +148,50 @@ def _title(folder: Path, records: list[dict[str, Any]]) -> str:
     return f"{folder.resolve().name}{course}"
 
 
-def _draw_panel(axes: Axes, plan: PanelPlan, records: list[dict[str, Any]], stretches: list[Stretch]) -> None:
-    _style_panel(axes, plan.title, stretches)
-    drawn = [
-        _draw_line(axes, line, colour, records, stretches) for line, colour in zip(plan.lines, COLOURS, strict=False)
-    ]
-    if not any(drawn):
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=QUIET)
-        axes.set_yticks([])
-        return
-    if sum(drawn) > 1:
-        axes.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.2)
-    if plan.limits is not None:
-        axes.set_ylim(plan.limits)
-
-
-def _style_panel(axes: Axes, title: str, stretches: list[Stretch]) -> None:
-    axes.set_title(title, fontsize=9.5, loc="left", color=INK, pad=14)
+def _show_phases(axes: Axes, stretches: list[Stretch]) -> None:
+    """Shade and name the phases; ticks stand at the last step of each phase and at the quarters of VAPO."""
+    ticks = {}
     for stretch in stretches:
         axes.axvspan(stretch.left, stretch.right, color=SHADES[stretch.phase], zorder=0, linewidth=0)
         middle = (stretch.left + stretch.right) / 2
         name = PHASES[stretch.phase].replace("value pretraining", "critic")
         axes.text(middle, 1.02, name, transform=axes.get_xaxis_transform(), ha="center", fontsize=6.5, color=QUIET)
-    axes.set_xlim(0, 1)
-    places, steps = _ticks(stretches)
-    axes.set_xticks(places, steps)
-    style_axes(axes)
-
-
-def _ticks(stretches: list[Stretch]) -> tuple[list[float], list[str]]:
-    """The last step of each phase, and the quarters of VAPO's."""
-    places, steps = [], []
-    for stretch in stretches:
         quarters = (1, 2, 3, 4) if stretch.phase == "vapo" and stretch.last_step >= 8 else (4,)
-        for step in (round(stretch.last_step * quarter / 4) for quarter in quarters):
-            places.append(_place(stretch, step))
-            steps.append(str(step))
-    return places, steps
+        steps = [round(stretch.last_step * quarter / 4) for quarter in quarters]
+        ticks |= {_x(stretch, step): str(step) for step in steps}
+    axes.set_xlim(0, 1)
+    axes.set_xticks(list(ticks), list(ticks.values()))
 
 
-def _place(stretch: Stretch, step: int) -> float:
+def _draw_panel(axes: Axes, panel: Panel, records: list[dict[str, Any]], stretches: list[Stretch]) -> None:
+    lines = zip(panel.lines, COLOURS, strict=False)
+    drawn = sum(_draw_metric(axes, line, colour, records, stretches) for line, colour in lines)
+    if not drawn:
+        return say_not_logged(axes)
+    if drawn > 1:
+        axes.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.2)
+    if panel.limits is not None:
+        axes.set_ylim(panel.limits)
+
+
+def _x(stretch: Stretch, step: int) -> float:
     return stretch.left + (stretch.right - stretch.left) * step / stretch.last_step
 
 
-def _draw_line(axes: Axes, line: Line, colour: str, records: list[dict[str, Any]], stretches: list[Stretch]) -> bool:
+def _draw_metric(axes: Axes, line: Line, colour: str, records: list[dict[str, Any]], stretches: list[Stretch]) -> bool:
     """Draw each phase's part, and a dotted line from one to the next; say whether any phase has this metric."""
     end: tuple[float, float] | None = None
     for stretch in stretches:
         logged = [record for record in records if record["phase"] == stretch.phase and line.metric in record]
         if not logged:
             continue
-        places, values = [_place(stretch, record["step"]) for record in logged], _column(logged, line.metric)
+        x, y = [_x(stretch, record["step"]) for record in logged], _column(logged, line.metric)
         if end is not None:
-            axes.plot([end[0], places[0]], [end[1], values[0]], color=colour, lw=0.9, ls=":")
-        marker, label = "o" if len(logged) <= 16 else None, line.label if end is None else None
-        axes.plot(places, values, color=colour, lw=1.4, marker=marker, markersize=2.6, label=label)
+            axes.plot([end[0], x[0]], [end[1], y[0]], color=colour, lw=0.9, ls=":")
+        draw_line(axes, x, y, color=colour, label=line.label if end is None else None)
         if line.band is not None:
-            low, high = (_column(logged, name) for name in line.band)
-            axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-        end = places[-1], values[-1]
+            axes.fill_between(x, *(_column(logged, name) for name in line.band), color=colour, alpha=0.15, linewidth=0)
+        end = x[-1], y[-1]
     return end is not None
 
 

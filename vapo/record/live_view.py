@@ -2,9 +2,10 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
@@ -47,7 +48,6 @@ class Progress:
         total_steps: Steps of all phases together.
         phase: The present phase.
         step: Steps of it that are done.
-        began: When the run began on the clock of ``time.monotonic``, had it never been interrupted.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Progress:
         self.total_steps = total_steps
         self.phase, self.step = phase, step
         self._steps_before = steps_before
+        self._first_step = step
         self._phase_began = self._last = time.monotonic()
-        self._resumed_step = step
-        self.began = self._last - elapsed
+        self._began = self._last - elapsed
 
     def advance(self, phase: str, step: int) -> None:
         """Note that ``step`` steps of ``phase`` are done."""
         if phase != self.phase:
             self._steps_before += self.step
-            self._phase_began, self._resumed_step = self._last, 0
+            self._phase_began, self._first_step = self._last, 0
         self.phase, self.step, self._last = phase, step, time.monotonic()
 
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, without the time between an interruption and its resumption."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began
 
     @property
     def steps_done(self) -> int:
@@ -89,7 +89,7 @@ class Progress:
     @property
     def time_left(self) -> str:
         """Time left as text; before the last phase only a bound, since its steps cost more than the earlier ones'."""
-        steps_timed = self.step - self._resumed_step
+        steps_timed = self.step - self._first_step
         if steps_timed <= 0:
             return "?"
         pace = (self._last - self._phase_began) / steps_timed
@@ -97,108 +97,73 @@ class Progress:
         return clock(seconds) if self.phase == "vapo" else f"≥ {clock(seconds)}"
 
 
-class QuietView:
-    """Shows nothing: the ranks of a run other than the first."""
+class View:
+    """A table drawn anew in place on a terminal; elsewhere a readable line per step, without control characters.
 
-    def open(self) -> None:
-        """Nothing to prepare."""
-
-    def close(self) -> None:
-        """Nothing to put back."""
-
-    def log(self, metrics: dict[str, float]) -> None:
-        """Rank 0 shows the metrics."""
-
-    def sample(self, row: dict[str, Any]) -> None:
-        """Rank 0 shows a sample."""
-
-    def note(self, text: str) -> None:
-        """Rank 0 says it."""
-
-    def summary(self, rows: list[tuple[str, str, str]]) -> None:
-        """Rank 0 shows the table."""
-
-
-class PlainView:
-    """One readable line per logged step, without control characters."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        # Said explicitly, because FORCE_COLOR in the environment would bring escape codes into log files.
-        self._console = Console(force_terminal=False, no_color=True, markup=False, highlight=False, emoji=False)
-
-    def open(self) -> None:
-        """Nothing to prepare."""
-
-    def close(self) -> None:
-        """Nothing to put back."""
-
-    def log(self, metrics: dict[str, float]) -> None:
-        """Print the quantities that this step has; of the many short steps of the warm start, every tenth."""
-        progress = self._progress
-        if progress.phase == "warm_start" and progress.step % 10:
-            return
-        values = [(quantity, _value(quantity, metrics)) for quantity in SHOWN]
-        shown = [f"{quantity.short} {value:{quantity.format}}" for quantity, value in values if value is not None]
-        place = f"{clock(progress.elapsed):>6}  {PHASES[progress.phase]} {progress.step}"
-        share = f"[{progress.steps_done}/{progress.total_steps}]"
-        self._print("  ".join([place, share, *shown, f"time left {progress.time_left}"]))
-
-    def sample(self, row: dict[str, Any]) -> None:
-        """Samples are left to ``samples.jsonl``."""
-
-    def note(self, text: str) -> None:
-        """Print a warning."""
-        self._print(f"note: {text}")
-
-    def summary(self, rows: list[tuple[str, str, str]]) -> None:
-        """Print the final table."""
-        self._console.print(_summary_table(rows))
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
-        self._console.file.flush()
-
-
-class LiveView:
-    """A table that is drawn anew in place: each quantity with its present value and its course."""
+    Attributes:
+        sample: A record of ``samples.jsonl`` that the table shows below, if any.
+    """
 
     def __init__(self, progress: Progress, earlier: Iterable[dict[str, float]] = ()) -> None:
         """Take up the metrics of the steps before a resumption."""
+        self.sample: dict[str, Any] | None = None
         self._progress = progress
-        self._history: dict[str, list[float]] = {}
+        self._history: dict[Quantity, list[float]] = {}
         for metrics in earlier:
-            self.log(metrics)
-        self._sample: dict[str, Any] | None = None
-        self._console = Console(markup=False, highlight=False, emoji=False)
+            self._add(metrics)
+        is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        # Outside a terminal FORCE_COLOR in the environment would bring escape codes into log files.
+        plain = {} if is_terminal else {"force_terminal": False, "no_color": True}
+        self._console = Console(markup=False, highlight=False, emoji=False, **plain)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
+        self._is_live = is_terminal
 
     def open(self) -> None:
         """Begin to draw."""
-        self._live.start()
+        if self._is_live:
+            self._live.start()
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back."""
-        self._live.stop()
+        if self._is_live:
+            self._live.stop()
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Take up the quantities that this step has."""
-        for quantity in SHOWN:
-            value = _value(quantity, metrics)
-            if value is not None:
-                self._history.setdefault(quantity.label, []).append(value)
-
-    def sample(self, row: dict[str, Any]) -> None:
-        """Show this response from now on."""
-        self._sample = row
+        """Show the quantities that this step has; of the many short steps of the warm start, print every tenth."""
+        values, progress = self._add(metrics), self._progress
+        if self._is_live or (progress.phase == "warm_start" and progress.step % 10):
+            return
+        shown = [f"{quantity.short} {value:{quantity.format}}" for quantity, value in values.items()]
+        step = f"{clock(progress.elapsed):>6}  {PHASES[progress.phase]} {progress.step}"
+        share = f"[{progress.steps_done}/{progress.total_steps}]"
+        self._print("  ".join([step, share, *shown, f"time left {progress.time_left}"]))
 
     def note(self, text: str) -> None:
-        """Print a warning above the table."""
-        self._console.print(Text(f"note: {text}", style="yellow"))
+        """Print a warning, on a terminal above the table."""
+        self._print(Text(f"note: {text}", style="yellow"))
 
     def summary(self, rows: list[tuple[str, str, str]]) -> None:
         """Print the final table."""
-        self._console.print(_summary_table(rows))
+        table = Table("quantity", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._print(table)
+
+    def _add(self, metrics: dict[str, float]) -> dict[Quantity, float]:
+        """Take up the quantities that a step has, and return them."""
+        values = {}
+        for quantity in SHOWN:
+            for name in quantity.names:
+                if metrics.get(name) is not None:
+                    values[quantity] = metrics[name]
+                    self._history.setdefault(quantity, []).append(metrics[name])
+        return values
+
+    def _print(self, shown: str | Text | Table) -> None:
+        self._console.print(shown, soft_wrap=not self._is_live and not isinstance(shown, Table))
+        self._console.file.flush()
 
     def _render(self) -> Group:
         progress = self._progress
@@ -206,10 +171,7 @@ class LiveView:
         share = f"{progress.steps_done}/{progress.total_steps} steps in all"
         times = f"{clock(progress.elapsed)} gone, time left {progress.time_left}"
         head = Text.assemble((title, "bold"), f"  {share}  {times}")
-        parts = [head, self._table()]
-        if self._sample is not None:
-            parts.append(_sample_panel(self._sample))
-        return Group(*parts)
+        return Group(head, self._table(), *([_sample_panel(self.sample)] if self.sample else []))
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -217,21 +179,13 @@ class LiveView:
         table.add_column("first", justify="right", style="dim", no_wrap=True)
         table.add_column("now", justify="right", style="bold", no_wrap=True)
         table.add_column("course", no_wrap=True)
+        width = 0 if self._console.options.ascii_only else min(32, self._console.width - 48)
         for quantity in SHOWN:
-            values = self._history.get(quantity.label)
+            values = self._history.get(quantity, [])[:]
             if values:
                 ends = (f"{value:{quantity.format}}" for value in (values[0], values[-1]))
-                table.add_row(quantity.label, *ends, self._course(values[:]))
+                table.add_row(quantity.label, *ends, sparkline(values, width) if width > 0 else "")
         return table
-
-    def _course(self, values: list[float]) -> str:
-        width = min(32, self._console.width - 48)
-        return "" if width < 1 or self._console.options.ascii_only else sparkline(values, width)
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal on which a table can be drawn in place."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def clock(seconds: float) -> str:
@@ -262,22 +216,8 @@ def sparkline(values: list[float], width: int = 32) -> str:
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] if math.isfinite(mean) else " " for mean in means)
 
 
-def _value(quantity: Quantity, metrics: dict[str, float]) -> float | None:
-    return next((metrics[name] for name in quantity.names if name in metrics), None)
-
-
 def _sample_panel(row: dict[str, Any]) -> Panel:
-    text = Text.assemble((str(row["prompt"]), "dim"), "\n", str(row["response"])[:400])
+    text = Text.assemble((row["prompt"], "dim"), "\n", row["response"][:400])
     text.plain = "".join(char if char.isprintable() or char == "\n" else "?" for char in text.plain)
-    verdict = "correct" if row["is_correct"] else "wrong"
-    return Panel(text, title=f"a response: {verdict}, reward {row['reward']:g}", title_align="left", box=box.ROUNDED)
-
-
-def _summary_table(rows: list[tuple[str, str, str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("quantity")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    result = "correct" if row["is_correct"] else "wrong"
+    return Panel(text, title=f"a response: {result}, reward {row['reward']:g}", title_align="left", box=box.ROUNDED)

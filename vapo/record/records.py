@@ -1,10 +1,24 @@
-"""What a run's folder holds, read back."""
+"""The files in a run's folder, line by line: each line of `METRICS` and `SAMPLES` is an object with phase and step."""
+
+from __future__ import annotations
 
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from vapo.config import Config
 from vapo.types import PHASES
+
+CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
+
+
+def append_line(file: TextIO, record: dict[str, Any]) -> None:
+    """Write one line at once; NaN and infinities, which JSON does not have, become null."""
+    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+    file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
+    file.flush()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -13,36 +27,69 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If the file is missing, or a line is not one that `vapo.record.run_log.RunLog` writes.
     """
-    path = Path(folder) / "metrics.jsonl"
+    path = Path(folder) / METRICS
     if not path.is_file():
-        raise ValueError(f"folder: expected a run's folder with metrics.jsonl, got {folder}")
-    *lines, _ = path.read_text("utf-8", errors="replace").split("\n")
-    return [_record(path, number, line) for number, line in enumerate(lines, 1)]
+        raise ValueError(f"folder: expected a run's folder with {METRICS}, got {folder}")
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = [_record(line) for line in lines]
+    if None in records:
+        number = records.index(None)
+        got = lines[number].decode(errors="replace")[:80]
+        raise ValueError(f"folder: expected an object with phase and step in line {number + 1} of {path}, got {got!r}")
+    return records
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in a run's ``config.json``; empty if there is none.
+def cut_after(path: Path, phase: str, step: int) -> list[dict[str, Any]]:
+    """Shorten a file to its lines up to a step of a phase; the first line that is not whole ends it too.
+
+    Returns:
+        The lines that stay; none if there is no such file.
+    """
+    kept: list[dict[str, Any]] = []
+    if not path.exists():
+        return kept
+    size = 0
+    with path.open("r+b") as file:
+        for line in file:
+            record = _record(line) if line.endswith(b"\n") else None
+            if record is None or _position(record["phase"], record["step"]) > _position(phase, step):
+                break
+            kept.append(record)
+            size += len(line)
+        file.truncate(size)
+    return kept
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write ``config.json``: beside and renamed, so that a run that is killed keeps settings to resume with."""
+    unfinished = folder / f"{CONFIG}.unfinished"
+    unfinished.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(folder / CONFIG)
+
+
+def read_config(folder: Path) -> Config:
+    """The settings in a run's ``config.json``; those that this version does not know are left out.
 
     Raises:
-        ValueError: If the file is no JSON object.
+        ValueError: If the file is missing or holds no settings.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        return {}
+    path = Path(folder) / CONFIG
     try:
-        config = json.loads(path.read_text("utf-8"))
-        if isinstance(config, dict):
-            return config
-    except ValueError:
-        pass
-    raise ValueError(f"folder: expected the settings of a run in {path}, got no JSON object")
+        found = json.loads(path.read_text("utf-8"))
+        known = {field.name for field in fields(Config)} & found.keys()
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"folder: expected the settings of a run in {path}, got no JSON object") from None
+    return Config(**{name: tuple(x) if isinstance(x := found[name], list) else x for name in known})
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What `append_line` wrote, or None for anything else."""
     try:
         record = json.loads(line)
-        if record["phase"] in PHASES and isinstance(record["step"], int):
-            return record
+        return record if record["phase"] in PHASES and isinstance(record["step"], int) else None
     except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"folder: expected an object with phase and step in line {number} of {path}, got {line[:80]!r}")
+        return None
+
+
+def _position(phase: str, step: int) -> tuple[int, int]:
+    return list(PHASES).index(phase), step

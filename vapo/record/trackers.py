@@ -28,7 +28,6 @@ class Trackers:
 
     def __init__(self, trackers: dict[str, Tracker]) -> None:
         self._trackers = trackers
-        self._last_step = 0
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of one step to every tracker.
@@ -36,13 +35,7 @@ class Trackers:
         Args:
             step: Steps done over all phases together, so that one axis holds the phases one after the other.
             metrics: Name to number.
-
-        Raises:
-            ValueError: If ``step`` is less than the one before, as a step counted within its phase would be.
         """
-        if step < self._last_step:
-            raise ValueError(f"step must be >= the one before, {self._last_step}; got {step}")
-        self._last_step = step
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, lambda tracker=tracker: tracker.log(step, metrics))
 
@@ -67,8 +60,8 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, object])
     (wandb: or the one in WANDB_PROJECT) under the folder's name; where they keep it, and whether they send it, is for
     their own environment variables to say. In a distributed run, open them on the first rank only.
 
-    A run that is resumed does some steps again. In tensorboard they replace the earlier ones; trackio holds both, and
-    wandb, which takes no step twice, the earlier ones.
+    A run that is resumed does some steps again. In tensorboard they replace the earlier ones; trackio keeps both, and
+    wandb, which takes no step twice, keeps the earlier ones.
 
     Args:
         names: Any of "tensorboard", "trackio", "wandb"; may be empty.
@@ -93,11 +86,8 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, object])
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise the ValueError of `open_trackers` for a name that is unknown, given twice or without its package."""
-    for name in names:
-        if name not in _OPENERS:
-            raise ValueError(f"trackers must be among {', '.join(_OPENERS)}; got {name!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"trackers must be named once each; got {', '.join(names)}")
+    if len(set(names)) < len(names) or not _OPENERS.keys() >= set(names):
+        raise ValueError(f"trackers must be among {', '.join(_OPENERS)}, each once; got {', '.join(names)}")
     for name in names:
         try:
             importlib.import_module(name)
@@ -116,7 +106,7 @@ def _open_tensorboard(folder: Path, config: dict[str, object]) -> Tracker:
 
     def log(step: int, metrics: dict[str, float]) -> None:
         if not writers:
-            # Steps that a resumed run does again take the place of those logged before.
+            # Steps that a resumed run does again replace those logged before.
             writers.append(SummaryWriter(logs, purge_step=step if is_resumed else None))
             writers[0].add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", step)
         for name, value in metrics.items():
