@@ -1,14 +1,11 @@
-"""GAE over padded and packed batches, beside the peers' own functions.
-
-python -m benchmarks.bench_gae --device cuda
-"""
+"""GAE over padded and packed batches, beside the peers' own functions."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bench, Shape, main
+from benchmarks.harness import Bench, Shape
 
 LAM = 0.95
 CHUNK = 128
@@ -208,6 +205,3 @@ BENCH = Bench(
         " each sequence. GB/s counts 16 B a sampled token; padded rows also write padding."
     ),
 )
-
-if __name__ == "__main__":
-    main(BENCH)

@@ -1,14 +1,11 @@
-"""The policy loss from hidden states, beside eager PyTorch and the peers' chunked losses.
-
-python -m benchmarks.bench_linear_policy_loss --device cuda
-"""
+"""The policy loss from hidden states, beside eager PyTorch and the peers' chunked losses."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.bench_policy_loss import VOCABULARIES
-from benchmarks.harness import Bench, Shape, main
+from benchmarks.harness import Bench, Shape, sketch
 from benchmarks.token_inputs import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -18,7 +15,6 @@ from benchmarks.token_inputs import (
     token_inputs,
     true_pieces,
 )
-from benchmarks.worker import sketch
 
 # As trl.trainer.utils calls it.
 TRL_CHUNK = 32_768
@@ -173,6 +169,3 @@ BENCH = Bench(
         " logits; only ours and the reference give the entropy's mean, KL and clip fraction, and TRL's the entropies."
     ),
 )
-
-if __name__ == "__main__":
-    main(BENCH)

@@ -1,12 +1,9 @@
-"""The policy loss from logits, beside eager PyTorch, torch.compile and the peers' kernels.
-
-python -m benchmarks.bench_policy_loss --device cuda
-"""
+"""The policy loss from logits, beside eager PyTorch, torch.compile and the peers' kernels."""
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bench, Shape, main
+from benchmarks.harness import Bench, Shape, sketch
 from benchmarks.token_inputs import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -17,7 +14,6 @@ from benchmarks.token_inputs import (
     token_inputs,
     true_pieces,
 )
-from benchmarks.worker import sketch
 
 VOCABULARIES = {"32k": 32_768, "128k": 128_256, "152k": 151_936, "262k": 262_144}
 
@@ -154,6 +150,3 @@ BENCH = Bench(
         " its backward is almost nothing: compare `both`. GB/s counts 2 reads and 1 write of the logits."
     ),
 )
-
-if __name__ == "__main__":
-    main(BENCH)

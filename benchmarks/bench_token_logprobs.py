@@ -1,15 +1,11 @@
-"""Log-probs and entropies from logits, beside the peers' kernels.
-
-python -m benchmarks.bench_token_logprobs --device cuda
-"""
+"""Log-probs and entropies from logits, beside the peers' kernels."""
 
 import torch
 from torch import Tensor
 
 from benchmarks.bench_policy_loss import logits_shapes, make_logits
-from benchmarks.harness import Bench, Shape, main
+from benchmarks.harness import Bench, Shape, sketch
 from benchmarks.token_inputs import ROWS_OF_TRUTH, need_triton, plain_logprobs
-from benchmarks.worker import sketch
 
 
 def make_inputs(shape: Shape, device: str) -> dict:
@@ -116,6 +112,3 @@ BENCH = Bench(
         " once and written once backward."
     ),
 )
-
-if __name__ == "__main__":
-    main(BENCH)

@@ -362,15 +362,19 @@ def compiled_for(target_name: str) -> list[Compiled]:
     return [Compiled(*row) for row in run_compiled("compile_all", target_name)]
 
 
+def markdown(rows: list[Compiled]) -> str:
+    """The table of `main`."""
+    lines = ["| kernel | case | target | registers | spills | local bytes | load bits | store bits |", "|---" * 8 + "|"]
+    for row in rows:
+        cells = (row.kernel, row.case, row.target, row.registers, row.spills, row.local_bytes, row.loads, row.stores)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS, action="append", help="one of the targets; default: all")
-    rows = [row for target in parser.parse_args().target or TARGETS for row in compiled_for(target)]
-    print("| kernel | case | target | registers | spills | local bytes | load bits | store bits |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        numbers = (row.registers, row.spills, row.local_bytes, row.loads, row.stores)
-        print(f"| {row.kernel} | {row.case} | {row.target} | " + " | ".join(str(number) for number in numbers) + " |")
+    print(markdown([row for target in parser.parse_args().target or TARGETS for row in compiled_for(target)]))
 
 
 if __name__ == "__main__":

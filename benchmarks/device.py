@@ -80,16 +80,19 @@ def limits(device: str, smoke: bool = False) -> dict[str, float]:
     return found
 
 
+def limits_sentence(limits: dict[str, float]) -> str:
+    """The device's own figures in words."""
+    rates = [
+        f"{kind.removeprefix('gemm_')} {rate / 1e12:.3g} TFLOP/s" for kind, rate in limits.items() if kind != "copy"
+    ]
+    return f"copy {limits['copy'] / 1e9:.1f} GB/s (read and write), matrix product {', '.join(rates)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
-    found = limits(device)
-    print(
-        f"{name(device)}: copy {found['copy'] / 1e9:.1f} GB/s, float32 {found['gemm_float32'] / 1e9:.0f} GFLOP/s,",
-        end=" ",
-    )
-    print(f"bfloat16 {found['gemm_bfloat16'] / 1e9:.0f} GFLOP/s")
+    print(f"{name(device)}: {limits_sentence(limits(device))}")
 
 
 if __name__ == "__main__":

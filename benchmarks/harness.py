@@ -1,11 +1,10 @@
 """One way to run every benchmark: each provider in its own process, right answers first, then times and memory.
 
 A benchmark is a `Bench`: shapes, inputs, the truth in float64, the bytes its op must move, and providers by name.
-`rows` measures it; `main` is the command line of ``python -m benchmarks.bench_<op>``.
+`rows` measures it.
 """
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -15,11 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 ROW_MARK = "ROW "
 TRUTH = "truth"
+LEFT_OUT = "not measured: the time of this section was over"
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,12 @@ class Settings:
     only: tuple[str, ...] = field(default=())
 
 
-def load(name: str) -> Bench:
-    """The benchmark of a name."""
-    return importlib.import_module(f"benchmarks.bench_{name}").BENCH
+def sketch(gradient: Tensor) -> Tensor:
+    """A matrix [N, M] times one fixed random vector, float64 [N]: an error in any row shows, at N numbers' cost."""
+    width = gradient.shape[-1]
+    generator = torch.Generator().manual_seed(width)
+    direction = torch.randn(width, generator=generator, dtype=torch.float64).to(gradient.device)
+    return torch.cat([rows.double() @ direction for rows in gradient.reshape(-1, width).split(256)])
 
 
 def rows(bench: Bench, settings: Settings) -> Iterator[Row]:
@@ -115,7 +119,8 @@ def rows(bench: Bench, settings: Settings) -> Iterator[Row]:
             until = time.monotonic() + min(left, share)
             for row in _work(bench, name, numbers, settings, folder, until):
                 if (row.shape, row.dtype) in failed:
-                    failure = f"no truth: {failed[row.shape, row.dtype].failure}"
+                    failure = failed[row.shape, row.dtype].failure
+                    failure = failure if failure == LEFT_OUT else f"no truth: {failure}"
                     row = Row(row.bench, row.shape, row.dtype, name, failure=failure)
                 yield row
 
@@ -125,8 +130,7 @@ def _work(bench: Bench, name: str, numbers: list[int], settings: Settings, folde
     shapes, left = bench.shapes(settings.device, settings.smoke), list(numbers)
     while left:
         if until - time.monotonic() <= 0:
-            failure = "not measured: the time of this section was over"
-            yield from (Row(bench.name, shapes[i].label, shapes[i].dtype, name, failure=failure) for i in left)
+            yield from (Row(bench.name, shapes[i].label, shapes[i].dtype, name, failure=LEFT_OUT) for i in left)
             return
         job = {"bench": bench.name, "provider": name, "shapes": left, "folder": folder} | asdict(settings)
         command = [sys.executable, "-m", "benchmarks.worker", json.dumps(job)]
@@ -164,18 +168,9 @@ def settings_from(parser: argparse.ArgumentParser) -> Settings:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and a moment each: does it run?")
     parser.add_argument("--seconds", type=float, default=3.0, help="time a row measures, after at least 5 repetitions")
     parser.add_argument(
-        "--budget", type=float, default=86400.0, help="seconds for all rows; later ones are left out, named"
+        "--budget", type=float, default=86400.0, help="seconds for all rows; a table names what it leaves out"
     )
     parser.add_argument("--only", action="append", default=[], metavar="PROVIDER", help="one of the providers")
     arguments = parser.parse_args()
     seconds = 0.05 if arguments.smoke else arguments.seconds
     return Settings(arguments.device, arguments.smoke, seconds, arguments.budget, tuple(arguments.only))
-
-
-def main(bench: Bench) -> None:
-    """Run one benchmark and print its table."""
-    from benchmarks.tables import header, markdown
-
-    settings = settings_from(argparse.ArgumentParser(description=bench.title))
-    print(header(settings.device, f"python -m benchmarks.bench_{bench.name} {' '.join(sys.argv[1:])}".strip()))
-    print(markdown(bench, list(rows(bench, settings))))

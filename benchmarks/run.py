@@ -2,6 +2,7 @@
 
     python -m benchmarks.run                               CPU, as `make bench` does
     python -m benchmarks.run --device cuda --budget 360    as gpu.sh does
+    python -m benchmarks.run --bench gae --only verl       one table, of one provider
 
 ``<device>_<date>.md`` holds the tables, ``.json`` the numbers, ``_<bench>.png`` the pictures. ``--docs`` also puts the
 tables into docs/performance.md, between its marks.
@@ -15,11 +16,12 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks import bench_step, device, tables, traffic, variants
-from benchmarks.harness import ROOT, Settings, load, rows, settings_from
+from benchmarks import bench_step, compiled, device, tables, traffic, variants
+from benchmarks.harness import ROOT, Settings, rows, settings_from
+from benchmarks.worker import load
 
 # With the share of the budget that each gets.
 BENCHES = {
@@ -55,43 +57,37 @@ def _json_of(module: str, *arguments: str, **environment: str):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compiled_section(targets: tuple[str, ...]) -> dict:
+def compiled_section(targets: list[str]) -> dict:
     """Registers, spills and widths; the targets need no device."""
-    from benchmarks import compiled
-
     found = [row for target in targets for row in compiled.compiled_for(target)]
-    lines = ["| kernel | case | target | registers | spills | local bytes | load bits | store bits |", "|---" * 8 + "|"]
-    for row in found:
-        numbers = (row.registers, row.spills, row.local_bytes, row.loads, row.stores)
-        lines.append(f"| {row.kernel} | {row.case} | {row.target} | " + " | ".join(map(str, numbers)) + " |")
-    return {"result": [row._asdict() for row in found], "markdown": "\n".join(lines)}
+    return {"result": [row._asdict() for row in found], "markdown": compiled.markdown(found)}
 
 
-def run_benches(settings: Settings, copy: float, stem: Path) -> dict[str, dict]:
-    """Measure, print and draw each benchmark."""
-    sections, deadline, weights = {}, time.monotonic() + settings.budget, dict(BENCHES[settings.device])
+def run_benches(weights: dict[str, float], settings: Settings, copy: float, stem: Path | None) -> dict[str, dict]:
+    """Measure and print each benchmark, and draw it where ``stem`` says; each gets its share of the time left."""
+    sections, deadline, weights = {}, time.monotonic() + settings.budget, dict(weights)
     for name in list(weights):
         bench, left = load(name), deadline - time.monotonic()
         share = weights.pop(name)
-        mine = Settings(**asdict(settings) | {"budget": left * share / (share + sum(weights.values()))})
         found = []
-        for row in rows(bench, mine):
+        for row in rows(bench, replace(settings, budget=left * share / (share + sum(weights.values())))):
             found.append(row)
             said = f"{row.median_ms:.1f} ms" if row.median_ms is not None else row.failure
             print(f"{name}, {row.shape}, {row.dtype}, {row.provider} {row.mode}: {said}", file=sys.stderr, flush=True)
         text = tables.markdown(bench, found, copy)
         print(text, flush=True)
-        if tables.picture(bench, found, Path(f"{stem}_{name}.png")):
+        if stem and tables.picture(bench, found, Path(f"{stem}_{name}.png")):
             text += f"\n![{bench.title}]({stem.name}_{name}.png)\n"
         sections[name] = {"result": [asdict(row) for row in found], "markdown": text}
     return sections
 
 
 def write(stem: Path, environment: dict, limits: dict, sections: dict[str, dict]) -> None:
-    """The result files."""
-    lines = [f"# {environment['device']}, {environment['date']}", ""]
-    lines += [f"- {name}: {value}" for name, value in environment.items()]
-    lines += ["- " + limits_sentence(limits), ""]
+    """The result files; Git keeps earlier ones of the device, the folder holds the latest."""
+    for old in stem.parent.glob(f"{stem.name.rpartition('_')[0]}_20*"):
+        if not old.name.startswith(stem.name):
+            old.unlink()
+    lines = [f"# {environment['device']}, {environment['date']}", "", tables.listed(environment, limits), ""]
     for name, section in sections.items():
         lines += [f"## {name}", "", section["markdown"], ""]
     stem.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
@@ -100,20 +96,12 @@ def write(stem: Path, environment: dict, limits: dict, sections: dict[str, dict]
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def limits_sentence(limits: dict) -> str:
-    """The device's own figures."""
-    rates = ", ".join(
-        f"{name.removeprefix('gemm_')} {rate / 1e12:.3g} TFLOP/s" for name, rate in limits.items() if name != "copy"
-    )
-    return f"measured limits: copy {limits['copy'] / 1e9:.1f} GB/s (read and write), matrix product {rates}"
-
-
 def refresh_docs(stem: Path, environment: dict, limits: dict, sections: dict[str, dict]) -> None:
     """Put the tables between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of docs/performance.md."""
     text = DOCS.read_text(encoding="utf-8")
     pictures = Path(os.path.relpath(stem.parent, DOCS.parent)).as_posix()
-    listed = [f"- {name}: {value}" for name, value in environment.items()] + ["- " + limits_sentence(limits)]
-    contents = {"environment": "\n".join(listed)} | {name: section["markdown"] for name, section in sections.items()}
+    contents = {name: section["markdown"] for name, section in sections.items()}
+    contents["environment"] = tables.listed(environment, limits)
     for name, content in contents.items():
         content = content.replace(f"]({stem.name}", f"]({pictures}/{stem.name}").strip()
         block = f"<!-- {name} -->\n{content}\n<!-- end -->"
@@ -123,6 +111,7 @@ def refresh_docs(stem: Path, environment: dict, limits: dict, sections: dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bench", action="append", choices=BENCHES["cpu"], help="print this table and write nothing")
     parser.add_argument("--out", type=Path, default=tables.RESULTS, help="folder of the result files")
     parser.add_argument("--docs", action="store_true", help="also rewrite the tables of docs/performance.md")
     parser.add_argument("--target", action="append", default=[], help="also compile for this target, such as sm_90")
@@ -133,26 +122,21 @@ def main() -> None:
     if arguments.tests:
         environment["op tests"] = arguments.tests
     limits = device.limits(settings.device, settings.smoke)
-    print(
-        "\n".join(f"- {name}: {value}" for name, value in environment.items()),
-        "\n- " + limits_sentence(limits),
-        flush=True,
-    )
+    print(tables.listed(environment, limits) + "\n", flush=True)
+    weights = BENCHES[settings.device]
+    if arguments.bench:
+        run_benches({name: weights[name] for name in arguments.bench}, settings, limits["copy"], None)
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
     family = tables.slug(device.name(settings.device)) + ("_smoke" if settings.smoke else "")
     stem = arguments.out / f"{family}_{datetime.date.today().isoformat()}"
-    sections = run_benches(settings, limits["copy"], stem)
+    sections = run_benches(weights, settings, limits["copy"], stem)
     if settings.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        for name, section in counted_sections(settings.smoke).items():
-            print(f"### {name}\n\n{section['markdown']}\n", flush=True)
-            sections[name] = section
+        sections |= counted_sections(settings.smoke)
         if arguments.target:
-            sections["compiled"] = compiled_section(tuple(arguments.target))
-            print(sections["compiled"]["markdown"])
-    # Git keeps earlier results of the device; the folder holds the latest.
-    for old in arguments.out.glob(f"{family}_20*"):
-        if not old.name.startswith(stem.name):
-            old.unlink()
+            sections["compiled"] = compiled_section(arguments.target)
+        for name, section in list(sections.items())[len(weights) :]:
+            print(f"### {name}\n\n{section['markdown']}\n", flush=True)
     write(stem, environment, limits, sections)
     if arguments.docs and not settings.smoke:
         refresh_docs(stem, environment, limits, sections)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import device as device_of
-from benchmarks.harness import ROOT, Bench, Row
+from benchmarks.harness import LEFT_OUT, ROOT, Bench, Row
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "reference (eager)"
@@ -50,27 +50,38 @@ def environment(device: str, command: str) -> dict[str, str]:
     return found
 
 
-def header(device: str, command: str) -> str:
-    """The environment as a list."""
-    return "\n".join(f"- {name}: {value}" for name, value in environment(device, command).items()) + "\n"
+def listed(environment: dict[str, str], limits: dict[str, float]) -> str:
+    """The environment and the device's own figures as a list."""
+    lines = [*environment.items(), ("measured limits", device_of.limits_sentence(limits))]
+    return "\n".join(f"- {name}: {value}" for name, value in lines)
 
 
-def markdown(bench: Bench, rows: list[Row], copy: float | None = None) -> str:
-    """The table of one benchmark; with the device's copy bandwidth also its share."""
+def markdown(bench: Bench, rows: list[Row], copy: float) -> str:
+    """The table of one benchmark, with the share of the device's copy bandwidth; a note names what it leaves out."""
     columns = ["shape", "dtype", "provider", "part", "median ms", "20–80 %", "× reference", "peak MiB", "error"]
     with_bytes = any(row.bytes_moved for row in rows)
-    columns += ["GB/s"] * with_bytes + ["of copy"] * bool(with_bytes and copy)
+    columns += ["GB/s", "of copy"] * with_bytes
     lines = [f"### {bench.title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     baseline = {(r.shape, r.dtype, r.mode): r.median_ms for r in rows if r.provider == BASELINE}
+    tried = [row for row in rows if row.failure != LEFT_OUT]
+    lines += ["| " + " | ".join(_cells(row, baseline, with_bytes, copy)) + " |" for row in tried]
+    return "\n".join([*lines, "", f"{bench.note}{_left_out(rows)}", ""])
+
+
+def _left_out(rows: list[Row]) -> str:
+    """A sentence that names what the budget had no time for, if anything."""
+    missing: dict[str, list[str]] = {}
     for row in rows:
-        lines.append("| " + " | ".join(_cells(row, baseline, with_bytes, copy)) + " |")
-    return "\n".join([*lines, "", bench.note, ""])
+        if row.failure == LEFT_OUT:
+            missing.setdefault(row.provider, []).append(f"{row.shape}, {row.dtype}")
+    names = [f"{provider} ({'; '.join(shapes)})" for provider, shapes in missing.items()]
+    return f" The time was over before these were measured: {'; '.join(names)}." if names else ""
 
 
-def _cells(row: Row, baseline: dict, with_bytes: bool, copy: float | None) -> list[str]:
+def _cells(row: Row, baseline: dict, with_bytes: bool, copy: float) -> list[str]:
     cells = [row.shape, row.dtype, row.provider]
     if row.median_ms is None:
-        return [*cells, "–", row.failure, *[""] * (4 + with_bytes + bool(with_bytes and copy))]
+        return [*cells, "–", row.failure, *[""] * (4 + 2 * with_bytes)]
     reference = baseline.get((row.shape, row.dtype, row.mode))
     cells += [row.mode, _short(row.median_ms), f"{_short(row.low_ms)}–{_short(row.high_ms)}"]
     cells.append(f"{row.median_ms / reference:.3g}" if reference else "–")
@@ -78,8 +89,7 @@ def _cells(row: Row, baseline: dict, with_bytes: bool, copy: float | None) -> li
     cells.append("–" if row.error is None else f"{row.error:.0e}")
     if with_bytes:
         rate = row.bytes_moved / row.median_ms * 1000 if row.bytes_moved else None
-        cells.append(f"{rate / 1e9:.1f}" if rate else "–")
-        cells += [f"{rate / copy:.0%}" if rate else "–"] if copy else []
+        cells += [f"{rate / 1e9:.1f}", f"{rate / copy:.0%}"] if rate else ["–", "–"]
     return cells
 
 

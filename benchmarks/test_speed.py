@@ -9,8 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("pytest_benchmark")
-from benchmarks.harness import load
-from benchmarks.worker import TOLERANCE, answer, backward, error_against
+from benchmarks.worker import TOLERANCE, answer, backward, error_against, load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("gae", "token_logprobs", "policy_loss", "linear_policy_loss")

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib
 import json
 import statistics
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.harness import ROW_MARK, TRUTH, Bench, Row, Settings, Shape, load
+from benchmarks.harness import ROW_MARK, TRUTH, Bench, Row, Settings, Shape, sketch
 
 # Largest error relative to the largest entry of the truth, beyond which an answer is called wrong.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
@@ -21,12 +22,9 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
 MIN_REPETITIONS, FEW_REPETITIONS, MAX_REPETITIONS = 5, 3, 50
 
 
-def sketch(gradient: Tensor) -> Tensor:
-    """A matrix [N, M] times one fixed random vector, float64 [N]: an error in any row shows, at N numbers' cost."""
-    width = gradient.shape[-1]
-    draw = torch.Generator().manual_seed(width)
-    direction = torch.randn(width, generator=draw, dtype=torch.float64).to(gradient.device)
-    return torch.cat([rows.double() @ direction for rows in gradient.reshape(-1, width).split(256)])
+def load(name: str) -> Bench:
+    """The benchmark of a name."""
+    return importlib.import_module(f"benchmarks.bench_{name}").BENCH
 
 
 def answer(bench: Bench, run: Callable[[dict], dict], inputs: dict) -> dict[str, Tensor]:
@@ -100,7 +98,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Time between two events behind a cold L2, and the allocator's peak over what was allocated at the start."""
+    """Time between two events after a cold L2, and the allocator's peak over what was allocated at the start."""
 
     def __init__(self) -> None:
         # Larger than any L2; filling it also lets the host run ahead, so that launches are not what is timed.
@@ -129,7 +127,7 @@ def measure(bench: Bench, shape: Shape, provider: str, settings: Settings, folde
             inputs = bench.make_inputs(shape, settings.device)
             torch.save(bench.truth(inputs), truth_file)
             if settings.device == "cpu":
-                # Drawing them takes a CPU longer than reading them.
+                # Sampling them takes a CPU longer than reading them.
                 torch.save(inputs, inputs_file)
             return []
         run = bench.providers[provider]()

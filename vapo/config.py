@@ -314,11 +314,13 @@ class Config:
             unknown: What becomes of settings that this version does not know: "refuse" or "drop".
 
         Raises:
-            ValueError: If the file holds no JSON object, a value is wrong, or a setting is unknown and not dropped.
+            ValueError: If the file is missing or no JSON object, a value is wrong, or a setting is unknown and not dropped.
         """
         extra = {"refuse": "forbid", "drop": "ignore"}[unknown]
         try:
             return TypeAdapter(cls).validate_json(Path(path).read_bytes(), extra=extra)
+        except OSError as error:
+            raise ValueError(f"{path} must hold the settings of a run; got: {error.strerror}") from None
         except ValidationError as error:
             raise ValueError(f"{path}: {_sentence(error)}") from None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import bench_gae, tables, worker
-from benchmarks.harness import TRUTH, Bench, Row, Settings, Shape, load, rows
+from benchmarks.harness import LEFT_OUT, TRUTH, Bench, Row, Settings, Shape, rows, sketch
 from vapo_kernels import reference
 
 SMOKE = Settings(smoke=True, seconds=0.01)
@@ -56,14 +56,14 @@ def test_wrong_answer_has_no_time(tmp_path):
     ):
         row = measured(bench, name, tmp_path)
         assert row.median_ms is None and row.failure.startswith(words)
-        assert row.failure in tables.markdown(bench, [right, row])
+        assert row.failure in tables.markdown(bench, [right, row], copy=1e9)
 
 
 def test_gradient_of_a_wrong_row_shows_in_its_sketch():
     gradient = torch.randn(5, 300)
     changed = gradient.clone()
     changed[3, 299] += 0.1
-    off = worker.sketch(changed) != worker.sketch(gradient)
+    off = sketch(changed) != sketch(gradient)
     assert off.tolist() == [False, False, False, True, False]
 
 
@@ -92,10 +92,14 @@ def test_column_loop_and_chunked_scan_are_the_equations():
 @pytest.mark.parametrize("name", ["gae", "policy_loss"])
 def test_ours_in_a_process_of_its_own(name):
     provider = {"gae": "ours, packed", "policy_loss": "ours"}[name]
-    found = list(rows(load(name), Settings(smoke=True, seconds=0.01, only=(provider,))))
+    found = list(rows(worker.load(name), Settings(smoke=True, seconds=0.01, only=(provider,))))
     assert found and all(row.error < 0.01 and row.median_ms > 0 for row in found), found
 
 
-def test_an_exhausted_budget_is_said():
-    (row,) = rows(load("gae"), Settings(smoke=True, budget=0.0, only=("verl",)))
-    assert row.median_ms is None and "time of this section" in row.failure
+def test_a_note_names_what_an_exhausted_budget_leaves_out():
+    bench = worker.load("gae")
+    (row,) = rows(bench, Settings(smoke=True, budget=0.0, only=("verl",)))
+    assert row.median_ms is None and row.failure == LEFT_OUT
+    table = tables.markdown(bench, [row], copy=1e9)
+    assert "| verl" not in table
+    assert f"before these were measured: verl ({row.shape}, {row.dtype})." in table

@@ -17,7 +17,6 @@ from vapo.config import Config
 from vapo.models.checkpoint import latest_checkpoint, read_state
 from vapo.models.load import load_critic, tiny_policy, value_head
 from vapo.presets import PRESETS, RL_ONLY, preset
-from vapo.record.records import read_config
 from vapo.tasks import Problem, Verdict
 from vapo.tasks.running_total import RunningTotal
 from vapo.trainer import HeldOut, check_shares, held_out_metrics, load_tasks, train
@@ -77,8 +76,7 @@ def test_a_run_leaves_its_record_and_its_models(small_run, small_config, task):
     folder, last = small_run.folder, lines(small_run.folder)[-1]
     assert phases_and_steps(folder) == WARM_START + pretraining(1) + rl(2)
     assert small_run.after and {name: last[name] for name in small_run.after} == small_run.after
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in read_config(folder).items()}
-    assert Config(**saved) == small_config
+    assert Config.from_json(folder / "config.json") == small_config
     samples = lines(folder, "samples.jsonl")
     assert len(samples) == 2 * 4
     assert {"prompt", "response", "reward", "is_correct", "advantage_min", "advantage_max"} <= samples[0].keys()

@@ -17,7 +17,7 @@ from vapo.config import Config
 from vapo.presets import PRESETS, has_effect
 from vapo.record.curves import INK, QUIET, draw_line, grid_of_panels, say_not_logged, set_title
 from vapo.record.live_view import clock
-from vapo.record.records import read_config, read_metrics
+from vapo.record.records import CONFIG, read_metrics
 
 ACCURACY, LENGTH = "val/accuracy_sampled", "val/response_length"
 NOT_LOGGED = "–"
@@ -101,7 +101,7 @@ def compare(runs: Sequence[Path], picture: Path) -> str:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read what is compared of each run; raises the ValueError of `compare` for a folder that holds none."""
     records = [read_metrics(folder) for folder in folders]
-    configs = [read_config(folder) for folder in folders]
+    configs = [Config.from_json(folder / CONFIG, unknown="drop") for folder in folders]
     return [
         Run(name, text, config, [line for line in lines if line["phase"] == "vapo"], _seconds(lines))
         for name, text, config, lines in zip(_names(folders), describe_settings(configs), configs, records, strict=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from vapo.config import Config
 from vapo.types import PHASES
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
@@ -65,21 +63,6 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     unfinished = folder / f"{CONFIG}.unfinished"
     unfinished.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     unfinished.replace(folder / CONFIG)
-
-
-def read_config(folder: Path) -> Config:
-    """The settings in a run's ``config.json``; those that this version does not know are left out.
-
-    Raises:
-        ValueError: If the file is missing or holds no settings.
-    """
-    path = Path(folder) / CONFIG
-    try:
-        found = json.loads(path.read_text("utf-8"))
-        known = {field.name for field in fields(Config)} & found.keys()
-    except (OSError, ValueError, AttributeError):
-        raise ValueError(f"folder: expected the settings of a run in {path}, got no JSON object") from None
-    return Config(**{name: tuple(x) if isinstance(x := found[name], list) else x for name in known})
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
