@@ -314,7 +314,7 @@ class Config:
             unknown: What becomes of settings that this version does not know: "refuse" or "drop".
 
         Raises:
-            ValueError: If the file is missing or no JSON object, a value is wrong, or a setting is unknown and not dropped.
+            ValueError: If the file is missing or no JSON object, a value is wrong, or an unknown setting is refused.
         """
         extra = {"refuse": "forbid", "drop": "ignore"}[unknown]
         try:
