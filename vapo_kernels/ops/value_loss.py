@@ -86,8 +86,8 @@ def value_loss(
     expect(clip is not None or old_values is None, "old_values", "None without clip", "a tensor")
     sampled = as_mask(mask)
     tokens = as_denominator(num_tokens, sampled.sum(dtype=torch.float32))
-    sums, dvalues = value_loss_op(flat(values), flat(returns), sampled, flat(old_values), tokens, float(clip or 0.0))
-    loss, clip_fraction = (sums.sum(1) / tokens).unbind()
+    terms, dvalues = value_loss_op(flat(values), flat(returns), sampled, flat(old_values), tokens, float(clip or 0.0))
+    loss, clip_fraction = (terms.sum(1) / tokens).unbind()
     if torch.is_grad_enabled() and values.requires_grad:
         loss = _formed_gradient.attach(loss, [values], [dvalues.view(values.shape)])
     return ValueLoss(loss, clip_fraction)
@@ -187,7 +187,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 @triton.jit(
     do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=[
-        "values_ptr", "returns_ptr", "mask_ptr", "old_values_ptr", "num_tokens_ptr", "sums_ptr", "dvalues_ptr",
+        "values_ptr", "returns_ptr", "mask_ptr", "old_values_ptr", "num_tokens_ptr", "terms_ptr", "dvalues_ptr",
     ],
 )  # fmt: skip
 def _value_loss_kernel(
@@ -196,7 +196,7 @@ def _value_loss_kernel(
     mask_ptr,  # [N] bool
     old_values_ptr,  # [N], or None
     num_tokens_ptr,  # [] float32
-    sums_ptr,  # [2, N] float32: error, is clipped
+    terms_ptr,  # [2, N] float32: error, is clipped
     dvalues_ptr,  # [N] float32
     num_rows: tl.int64,
     clip,
@@ -209,8 +209,8 @@ def _value_loss_kernel(
     inside = offsets < num_rows
     sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
     value = tl.load(values_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
-    returned = tl.load(returns_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
-    difference = value - returned
+    returns = tl.load(returns_ptr + offsets, mask=sampled, other=0.0).to(tl.float32)
+    difference = value - returns
     error = 0.5 * difference * difference  # Eq. 10
     slope = difference
     is_clipped = tl.zeros((BLOCK,), tl.int1)
@@ -220,13 +220,13 @@ def _value_loss_kernel(
         clipped = tl.where(value > old_value + clip, old_value + clip, value)
         clipped = tl.where(value < old_value - clip, old_value - clip, clipped)
         # A NaN fails every comparison: it is put back, so that it is heard.
-        clipped_difference = tl.where(old_value == old_value, clipped, old_value) - returned
+        clipped_difference = tl.where(old_value == old_value, clipped, old_value) - returns
         clipped_error = 0.5 * clipped_difference * clipped_difference
         is_clipped = (clipped_error <= error) == 0
         error = tl.where(is_clipped, clipped_error, error)
         slope = tl.where(is_clipped, 0.0 * clipped_difference, slope)
-    tl.store(sums_ptr + offsets, error, mask=inside)
-    tl.store(sums_ptr + num_rows + offsets, is_clipped.to(tl.float32), mask=inside)
+    tl.store(terms_ptr + offsets, error, mask=inside)
+    tl.store(terms_ptr + num_rows + offsets, is_clipped.to(tl.float32), mask=inside)
     tl.store(dvalues_ptr + offsets, slope / tl.load(num_tokens_ptr), mask=inside)
 
 
@@ -238,15 +238,15 @@ def value_loss_op(
     num_rows = values.numel()
     if not use_triton(values):
         return _value_loss_torch(values, returns, mask, old_values, num_tokens, clip)
-    sums = torch.empty(2, num_rows, dtype=torch.float32, device=values.device)
-    dvalues = sums.new_empty(num_rows)
+    terms = torch.empty(2, num_rows, dtype=torch.float32, device=values.device)
+    dvalues = terms.new_empty(num_rows)
     if num_rows > 0:
         with on_device_of(values):
             _value_loss_kernel[(triton.cdiv(num_rows, BLOCK),)](
-                values, returns, mask, old_values, num_tokens, sums, dvalues, num_rows, clip,
+                values, returns, mask, old_values, num_tokens, terms, dvalues, num_rows, clip,
                 HAS_CLIP=old_values is not None, BLOCK=BLOCK,
             )  # fmt: skip
-    return sums, dvalues
+    return terms, dvalues
 
 
 @value_loss_op.register_fake

@@ -15,9 +15,19 @@ from vapo_kernels._linear_chunks import (
     part,
 )
 from vapo_kernels._row_softmax import expect_ids_inside
-from vapo_kernels.ops.policy_loss import terms
 from vapo_kernels.ops.policy_loss.from_logits import compute_rows
-from vapo_kernels.ops.policy_loss.terms import NUM_TERMS, Coefficients, PolicyLoss, Tokens
+from vapo_kernels.ops.policy_loss.terms import (
+    NUM_TERMS,
+    Coefficients,
+    PolicyLoss,
+    Tokens,
+    as_tokens,
+    checked_coefficients,
+    count_tokens,
+    expect_tokens,
+    reduce_terms,
+    step_denominators,
+)
 from vapo_kernels.ops.token_logprobs import expect_temperature, split_temperature
 
 
@@ -96,31 +106,31 @@ def linear_policy_loss(
     expect_linear(hidden, weight, bias)
     shape = hidden.shape[:-1]
     expect_tensor(token_ids, "token_ids", like=hidden, shape=shape, dtypes=INDEX_DTYPES)
-    terms.expect_tokens(
+    expect_tokens(
         old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
         num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=hidden, shape=shape,
     )  # fmt: skip
     expect_temperature(temperature, mask, like=hidden, shape=shape)
-    numbers = terms.coefficients(
+    coefficients = checked_coefficients(
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
     )  # fmt: skip
     hidden, weight, bias = autocast(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tokens = terms.as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = terms.count_tokens(tokens)
-    divisors = terms.denominators(counts, num_tokens, num_correct_tokens, dtype=hidden.dtype)
+    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
+    counts = count_tokens(tokens)
+    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=hidden.dtype)
     inputs = (rows, weight, bias)
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-    sums, logprobs, gradients = linear_policy_loss_op(
+    terms, logprobs, gradients = linear_policy_loss_op(
         *(None if x is None else x.detach() for x in inputs), flat(token_ids), *tokens,
-        *split_temperature(temperature), divisors, list(numbers), needed,
+        *split_temperature(temperature), denominators, list(coefficients), needed,
     )  # fmt: skip
-    out = terms.reduce_terms(sums, divisors, numbers, counts, logprobs.view(shape))
+    out = reduce_terms(terms, denominators, coefficients, counts, logprobs.view(shape))
     if not any(needed):
         return out
     inputs = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    return out._replace(loss=_formed_gradient.attach(out.loss, inputs, gradients, scale=divisors[2], in_place=True))
+    return out._replace(loss=_formed_gradient.attach(out.loss, inputs, gradients, scale=denominators[2], in_place=True))
 
 
 @torch.library.custom_op("vapo_kernels::linear_policy_loss", mutates_args=())
@@ -144,16 +154,16 @@ def linear_policy_loss_op(
     """Terms [6, N], log-probs [N], and the needed ones of ∂loss/∂hidden, ∂loss/∂weight, ∂loss/∂bias."""
     expect_ids_inside(token_ids, mask, len(weight))
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    numbers = Coefficients(*coefficients)
-    sums = torch.empty(NUM_TERMS, len(hidden), dtype=torch.float32, device=hidden.device)
-    logprobs, gradients = sums.new_empty(len(hidden)), empty_gradients(hidden, weight, bias, needed)
+    coefficients = Coefficients(*coefficients)
+    terms = torch.empty(NUM_TERMS, len(hidden), dtype=torch.float32, device=hidden.device)
+    logprobs, gradients = terms.new_empty(len(hidden)), empty_gradients(hidden, weight, bias, needed)
     for logits, at in logits_chunks(hidden, weight, bias):
-        sums[:, at], logprobs[at] = compute_rows(
+        terms[:, at], logprobs[at] = compute_rows(
             logits, logits if any(needed) else None, token_ids[at], Tokens(*(part(x, at) for x in tokens)),
-            part(temperatures, at), inv_temperature, denominators, numbers,
+            part(temperatures, at), inv_temperature, denominators, coefficients,
         )  # fmt: skip
         accumulate(gradients, logits, hidden, weight, mask, at)
-    return sums, logprobs, gradients.needed(_sum_dtype(hidden))
+    return terms, logprobs, gradients.needed(_sum_dtype(hidden))
 
 
 @linear_policy_loss_op.register_fake

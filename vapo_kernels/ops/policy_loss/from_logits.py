@@ -18,12 +18,17 @@ from vapo_kernels._row_softmax import (
     write_gradient_of_rows,
     write_row_gradient,
 )
-from vapo_kernels.ops.policy_loss import terms
 from vapo_kernels.ops.policy_loss.terms import (
     NUM_TERMS,
     Coefficients,
     PolicyLoss,
     Tokens,
+    as_tokens,
+    checked_coefficients,
+    count_tokens,
+    expect_tokens,
+    reduce_terms,
+    step_denominators,
     token_terms,
     token_terms_torch,
 )
@@ -121,37 +126,37 @@ def policy_loss(
     arXiv:2504.05118; dual clip, arXiv:1912.09729; k3, http://joschu.net/blog/kl-approx.html.
     """
     expect_rows(logits, token_ids, mask, temperature)
-    terms.expect_tokens(
+    expect_tokens(
         old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
         num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logits, shape=logits.shape[:-1],
     )  # fmt: skip
-    numbers = terms.coefficients(
+    coefficients = checked_coefficients(
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
     )  # fmt: skip
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if inplace and with_gradient:
         _expect_writable(logits)
-    tokens = terms.as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = terms.count_tokens(tokens)
-    divisors = terms.denominators(counts, num_tokens, num_correct_tokens, dtype=logits.dtype)
-    arguments = (flat(token_ids), *tokens, *split_temperature(temperature), divisors, list(numbers))
+    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
+    counts = count_tokens(tokens)
+    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=logits.dtype)
+    arguments = (flat(token_ids), *tokens, *split_temperature(temperature), denominators, list(coefficients))
     if not (inplace and with_gradient):
-        sums, logprobs, dlogits = policy_loss_op(logits.detach(), *arguments, with_gradient)
-        out = terms.reduce_terms(sums, divisors, numbers, counts, logprobs.view(token_ids.shape))
-        return out._replace(loss=_tie(out.loss, logits, dlogits, divisors)) if with_gradient else out
+        terms, logprobs, dlogits = policy_loss_op(logits.detach(), *arguments, with_gradient)
+        out = reduce_terms(terms, denominators, coefficients, counts, logprobs.view(token_ids.shape))
+        return out._replace(loss=_tie(out.loss, logits, dlogits, denominators)) if with_gradient else out
     dlogits = logits.detach()
     # Autograd gives a view whose memory changed a new node that copies its whole base: tie before writing. A compiler
     # orders by data and has to see the write first.
     compiling = torch.compiler.is_compiling()
-    tie = None if compiling else _tie(divisors.new_zeros(()), logits, dlogits, divisors)
-    sums, logprobs = policy_loss_inplace_op(dlogits, *arguments)
-    out = terms.reduce_terms(sums, divisors, numbers, counts, logprobs.view(token_ids.shape))
-    return out._replace(loss=_tie(out.loss, logits, dlogits, divisors) if compiling else out.loss + tie)
+    tie = None if compiling else _tie(denominators.new_zeros(()), logits, dlogits, denominators)
+    terms, logprobs = policy_loss_inplace_op(dlogits, *arguments)
+    out = reduce_terms(terms, denominators, coefficients, counts, logprobs.view(token_ids.shape))
+    return out._replace(loss=_tie(out.loss, logits, dlogits, denominators) if compiling else out.loss + tie)
 
 
-def _tie(loss: Tensor, logits: Tensor, dlogits: Tensor, divisors: Tensor) -> Tensor:
-    return _formed_gradient.attach(loss, [logits], [dlogits], scale=divisors[2], in_place=True)
+def _tie(loss: Tensor, logits: Tensor, dlogits: Tensor, denominators: Tensor) -> Tensor:
+    return _formed_gradient.attach(loss, [logits], [dlogits], scale=denominators[2], in_place=True)
 
 
 def _expect_writable(logits: Tensor) -> None:
@@ -262,49 +267,52 @@ def compute_rows(
     tokens: Tokens,
     temperatures,
     inv_temperature,
-    divisors,
-    numbers,
+    denominators,
+    coefficients,
 ):
     """Terms [6, N] and log-probs [N]; the gradient goes into ``dlogits``, which may be ``logits``."""
     if not use_triton(logits):
-        return _compute_torch(logits, dlogits, token_ids, tokens, temperatures, inv_temperature, divisors, numbers)
+        return _compute_torch(
+            logits, dlogits, token_ids, tokens, temperatures, inv_temperature, denominators, coefficients
+        )
     num_rows, V = token_ids.numel(), logits.shape[-1]
-    sums = torch.empty(NUM_TERMS, num_rows, dtype=torch.float32, device=logits.device)
-    logprobs = sums.new_empty(num_rows)
+    terms = torch.empty(NUM_TERMS, num_rows, dtype=torch.float32, device=logits.device)
+    logprobs = terms.new_empty(num_rows)
     rows, *strides = row_strides(logits)
     out_rows, *out_strides = (rows, *strides) if dlogits is None else row_strides(dlogits)
     if num_rows > 0:
         with on_device_of(logits):
             _policy_loss_kernel[(num_rows,)](
-                rows, out_rows, token_ids, *tokens, temperatures, divisors, sums, logprobs, num_rows,
-                *strides, *out_strides, inv_temperature, *numbers, V,
+                rows, out_rows, token_ids, *tokens, temperatures, denominators, terms, logprobs, num_rows,
+                *strides, *out_strides, inv_temperature, *coefficients, V,
                 ALIGNED=is_aligned(*strides[1:], *out_strides[1:]), HAS_CORRECT=tokens.is_correct is not None,
                 HAS_WEIGHTS=tokens.token_weights is not None, HAS_REF=tokens.ref_logprobs is not None,
-                HAS_DUAL_CLIP=numbers.dual_clip > 0, HAS_TEMPERATURE=temperatures is not None,
+                HAS_DUAL_CLIP=coefficients.dual_clip > 0, HAS_TEMPERATURE=temperatures is not None,
                 WITH_GRADIENT=dlogits is not None, **launch_parameters(V),
             )  # fmt: skip
-    return sums, logprobs
+    return terms, logprobs
 
 
 def _compute_torch(
-    logits, dlogits, token_ids, tokens: Tokens, temperatures, inv_temperature, divisors, numbers: Coefficients
+    logits, dlogits, token_ids, tokens: Tokens, temperatures, inv_temperature, denominators, coefficients: Coefficients
 ):
     """The kernel's results in PyTorch, a chunk of rows at a time."""
-    sums, logprobs = torch.zeros(NUM_TERMS, token_ids.numel()), torch.zeros(token_ids.numel())
+    terms, logprobs = torch.zeros(NUM_TERMS, token_ids.numel()), torch.zeros(token_ids.numel())
     for rows, at in row_chunks(logits):
         sampled = tokens.mask[at]
         ids = token_ids[at].masked_fill(~sampled, 0)
         tau = inv_temperature if temperatures is None else 1 / temperatures[at].float().masked_fill(~sampled, 1.0)
         statistics = statistics_of_chunk(rows, ids, tau)
         logprob, entropy, *softmax = (x.masked_fill(~sampled, 0.0) for x in statistics)
-        values, dlogprob = token_terms_torch(logprob, tokens, at, divisors, numbers)
-        sums[:3, at], sums[3, at], sums[4:, at], logprobs[at] = values[:3], entropy, values[3:], logprob
+        values, dlogprob = token_terms_torch(logprob, tokens, at, denominators, coefficients)
+        terms[:3, at], terms[3, at], terms[4:, at], logprobs[at] = values[:3], entropy, values[3:], logprob
         if dlogits is not None:
-            a = -dlogprob.masked_fill(~sampled, 0.0) * divisors[2]
-            b = (numbers.entropy_weight * divisors[2] / divisors[0]).expand_as(a).masked_fill(~sampled, 0.0)
+            a = -dlogprob.masked_fill(~sampled, 0.0) * denominators[2]
+            b = coefficients.entropy_weight * denominators[2] / denominators[0]
+            b = b.expand_as(a).masked_fill(~sampled, 0.0)
             out = rows if dlogits is logits else dlogits.view(-1, logits.shape[-1])[at]
             write_gradient_of_rows(rows, out, ids, a, b, entropy, *softmax, tau)
-    return sums, logprobs
+    return terms, logprobs
 
 
 # What both ops take beside the logits.
@@ -321,8 +329,8 @@ def _compute(
     """`compute_rows` of an op's arguments."""
     expect_ids_inside(token_ids, mask, logits.shape[-1])
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    numbers = Coefficients(*coefficients)
-    return compute_rows(logits, dlogits, token_ids, tokens, temperatures, inv_temperature, denominators, numbers)
+    coefficients = Coefficients(*coefficients)
+    return compute_rows(logits, dlogits, token_ids, tokens, temperatures, inv_temperature, denominators, coefficients)
 
 
 def _fake_terms(token_ids):

@@ -6,12 +6,17 @@ from torch import Tensor
 from vapo_kernels import _formed_gradient
 from vapo_kernels._arguments import expect, expect_tensor, flat
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
-from vapo_kernels.ops.policy_loss import terms
 from vapo_kernels.ops.policy_loss.terms import (
     NUM_TERMS,
     Coefficients,
     PolicyLoss,
     Tokens,
+    as_tokens,
+    checked_coefficients,
+    count_tokens,
+    expect_tokens,
+    reduce_terms,
+    step_denominators,
     token_terms,
     token_terms_torch,
 )
@@ -88,27 +93,29 @@ def logprob_policy_loss(
     if entropy is not None:
         expect_tensor(entropy, "entropy", like=logprobs, shape=logprobs.shape)
     expect(entropy_weight == 0 or entropy is not None, "entropy_weight", "0 without entropy", entropy_weight)
-    terms.expect_tokens(
+    expect_tokens(
         old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
         num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logprobs, shape=logprobs.shape,
     )  # fmt: skip
-    numbers = terms.coefficients(
+    coefficients = checked_coefficients(
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
     )  # fmt: skip
-    tokens = terms.as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = terms.count_tokens(tokens)
+    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
+    counts = count_tokens(tokens)
     # float32: token-sized gradients are multiplied by the upstream gradient before they are rounded.
-    divisors = terms.denominators(counts, num_tokens, num_correct_tokens, dtype=torch.float32)
-    sums, clean, dlogprobs = logprob_policy_loss_op(flat(logprobs), flat(entropy), *tokens, divisors, list(numbers))
-    out = terms.reduce_terms(sums, divisors, numbers, counts, clean.view(logprobs.shape))
+    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=torch.float32)
+    terms, clean, dlogprobs = logprob_policy_loss_op(
+        flat(logprobs), flat(entropy), *tokens, denominators, list(coefficients)
+    )
+    out = reduce_terms(terms, denominators, coefficients, counts, clean.view(logprobs.shape))
     if not torch.is_grad_enabled():
         return out
     inputs, gradients = [], []
     if logprobs.requires_grad:
         inputs, gradients = [logprobs], [dlogprobs.view(logprobs.shape)]
     if entropy is not None and entropy.requires_grad:
-        dentropy = tokens.mask.view(logprobs.shape) * (-numbers.entropy_weight / divisors[0])
+        dentropy = tokens.mask.view(logprobs.shape) * (-coefficients.entropy_weight / denominators[0])
         inputs, gradients = [*inputs, entropy], [*gradients, dentropy]
     return out._replace(loss=_formed_gradient.attach(out.loss, inputs, gradients)) if inputs else out
 
@@ -186,23 +193,23 @@ def logprob_policy_loss_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Terms [6, N], log-probs [N] without their masked places, and ∂loss/∂logprobs [N], float32."""
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    numbers, num_rows = Coefficients(*coefficients), logprobs.numel()
+    coefficients, num_rows = Coefficients(*coefficients), logprobs.numel()
     if not use_triton(logprobs):
         clean = logprobs.float().masked_fill(~mask, 0.0)
-        values, dlogprobs = token_terms_torch(clean, tokens, slice(None), denominators, numbers)
+        values, dlogprobs = token_terms_torch(clean, tokens, slice(None), denominators, coefficients)
         entropy = torch.zeros_like(clean) if entropy is None else entropy.float().masked_fill(~mask, 0.0)
         return torch.cat([values[:3], entropy.unsqueeze(0), values[3:]]), clean, dlogprobs.masked_fill(~mask, 0.0)
-    sums = torch.empty(NUM_TERMS, num_rows, dtype=torch.float32, device=logprobs.device)
-    clean, dlogprobs = sums.new_empty(num_rows), sums.new_empty(num_rows)
+    terms = torch.empty(NUM_TERMS, num_rows, dtype=torch.float32, device=logprobs.device)
+    clean, dlogprobs = terms.new_empty(num_rows), terms.new_empty(num_rows)
     if num_rows > 0:
         with on_device_of(logprobs):
             _logprob_policy_loss_kernel[(triton.cdiv(num_rows, BLOCK),)](
-                logprobs, entropy, *tokens, denominators, sums, clean, dlogprobs, num_rows, *numbers[:5],
+                logprobs, entropy, *tokens, denominators, terms, clean, dlogprobs, num_rows, *coefficients[:5],
                 HAS_ENTROPY=entropy is not None, HAS_CORRECT=is_correct is not None,
                 HAS_WEIGHTS=token_weights is not None, HAS_REF=ref_logprobs is not None,
-                HAS_DUAL_CLIP=numbers.dual_clip > 0, BLOCK=BLOCK, num_warps=8,
+                HAS_DUAL_CLIP=coefficients.dual_clip > 0, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
-    return sums, clean, dlogprobs
+    return terms, clean, dlogprobs
 
 
 @logprob_policy_loss_op.register_fake

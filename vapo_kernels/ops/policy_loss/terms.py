@@ -1,4 +1,4 @@
-"""What one token adds to the policy loss, and the sums over tokens (Eq. 3, 4, 16, 17).
+"""What one token adds to the policy loss, and their sums over tokens (Eq. 3, 4, 16, 17).
 
 Every token's share of the loss and its derivative depend on the log-prob alone, so the ops from logits,
 from hidden states and from log-probs meet here.
@@ -109,7 +109,7 @@ def expect_tokens(
         expect(is_correct is not None, "num_correct_tokens", "is_correct beside it", "is_correct=None")
 
 
-def coefficients(
+def checked_coefficients(
     *, clip_low, clip_high, dual_clip, nll_weight, kl_weight, entropy_weight, ref_logprobs
 ) -> Coefficients:
     """The checked numbers of the loss."""
@@ -122,7 +122,7 @@ def coefficients(
     expect_number(entropy_weight, "entropy_weight", "a number")
     expect(kl_weight == 0 or ref_logprobs is not None, "kl_weight", "0 without ref_logprobs", kl_weight)
     numbers = (clip_low, clip_high, dual_clip or 0.0, nll_weight, kl_weight, entropy_weight)
-    return Coefficients(*(float(number) for number in numbers))
+    return Coefficients(*map(float, numbers))
 
 
 def as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs) -> Tokens:
@@ -139,7 +139,7 @@ def count_tokens(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return count, (tokens.mask & tokens.is_correct).sum(dtype=torch.float32)
 
 
-def denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, *, dtype: torch.dtype) -> Tensor:
+def step_denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, *, dtype: torch.dtype) -> Tensor:
     """[3] float32: the step's tokens, its correct tokens, and the factor that the stored gradient carries.
 
     A float16 gradient of a mean over many tokens would underflow before a loss scale reaches it: it is stored
@@ -155,13 +155,14 @@ def denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, 
 
 
 def reduce_terms(
-    terms: Tensor, divisors: Tensor, numbers: Coefficients, counts: tuple[Tensor, Tensor], logprobs: Tensor
+    terms: Tensor, denominators: Tensor, coefficients: Coefficients, counts: tuple[Tensor, Tensor], logprobs: Tensor
 ) -> PolicyLoss:
     """Token sums [6, N] → the loss (Eq. 17) and its parts; no gradient yet."""
     policy, nll, kl, entropy, clipped, approx_kl = terms.sum(1).unbind()
-    tokens, correct_tokens, _ = divisors.unbind()
+    tokens, correct_tokens, _ = denominators.unbind()
     policy, positive_nll, kl, entropy = policy / tokens, nll / correct_tokens, kl / tokens, entropy / tokens
-    loss = policy + numbers.nll_weight * positive_nll + numbers.kl_weight * kl - numbers.entropy_weight * entropy
+    loss = policy + coefficients.nll_weight * positive_nll  # Eq. 17
+    loss = loss + coefficients.kl_weight * kl - coefficients.entropy_weight * entropy
     return PolicyLoss(loss, policy, positive_nll, kl, entropy, clipped / tokens, approx_kl / tokens, *counts, logprobs)
 
 
@@ -241,7 +242,7 @@ def token_terms(
 
 
 def token_terms_torch(
-    logprobs: Tensor, tokens: Tokens, at: slice, divisors: Tensor, numbers: Coefficients
+    logprobs: Tensor, tokens: Tokens, at: slice, denominators: Tensor, coefficients: Coefficients
 ) -> tuple[Tensor, Tensor]:
     """The kernel's five terms [5, n] and ∂loss/∂logprob [n] of the tokens at a slice, in PyTorch; 0 where masked."""
     masked_out = ~tokens.mask[at]
@@ -253,27 +254,28 @@ def token_terms_torch(
     difference = _log_ratio_torch(logprobs, part(tokens.old_logprobs))
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()  # Eq. 4
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - numbers.clip_low, 1 + numbers.clip_high) * advantages
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - coefficients.clip_low, 1 + coefficients.clip_high) * advantages
     is_clipped = clipped < unclipped
     surrogate = torch.where(is_clipped, clipped, unclipped)  # Eq. 3
-    if numbers.dual_clip > 0:
-        bound = numbers.dual_clip * advantages
+    if coefficients.dual_clip > 0:
+        bound = coefficients.dual_clip * advantages
         is_bounded = (advantages < 0) & (surrogate < bound)
         surrogate, is_clipped = torch.where(is_bounded, bound, surrogate), is_clipped | is_bounded
     weights = torch.ones_like(ratio) if tokens.token_weights is None else part(tokens.token_weights)
-    dlogprobs = -weights * unclipped / divisors[0] * ~(is_clipped | (difference.abs() > MAX_LOG_RATIO))
+    dlogprobs = -weights * unclipped / denominators[0] * ~(is_clipped | (difference.abs() > MAX_LOG_RATIO))
 
     nll, kl = torch.zeros_like(ratio), torch.zeros_like(ratio)
     if tokens.is_correct is not None:
         correct = tokens.is_correct[at] & ~masked_out
         nll = torch.where(correct, -logprobs, 0.0)
-        dlogprobs -= correct * (numbers.nll_weight / divisors[1])  # Eq. 16
+        dlogprobs -= correct * (coefficients.nll_weight / denominators[1])  # Eq. 16
     if tokens.ref_logprobs is not None:
         difference = _log_ratio_torch(logprobs, part(tokens.ref_logprobs))
         log_ref_ratio = -difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl = _k3_torch(log_ref_ratio)
         slope = torch.where(difference.abs() > MAX_LOG_RATIO, 0.0, -torch.expm1(log_ref_ratio))
-        dlogprobs += numbers.kl_weight / divisors[0] * slope
+        dlogprobs += coefficients.kl_weight / denominators[0] * slope
     approx_kl = _k3_torch(log_ratio)
     return torch.stack([-weights * surrogate, nll, kl, is_clipped.float(), approx_kl]), dlogprobs
 
