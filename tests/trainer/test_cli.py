@@ -1,12 +1,14 @@
 """The command line: settings and one-line complaints."""
 
 import json
+import sys
 from dataclasses import asdict, fields
 
 import pytest
 from other_values import other_value
 from training_runs import options
 
+import vapo.__main__
 import vapo.trainer
 from vapo.cli import RESUMABLE, main
 from vapo.config import Config
@@ -136,7 +138,7 @@ def test_a_used_folder_is_refused_and_left_alone(capsys, tmp_path):
     ("given", "message"),
     [
         (["--eval-problems", "5000"], "count must be >= 0 and <= 4000 for held-out problems; got 5000"),
-        (["--trackers", "excel"], "trackers must be among tensorboard, trackio, wandb; got 'excel'"),
+        (["--trackers", "excel"], "trackers must be among tensorboard, trackio, wandb, each once; got excel"),
         (["--task", "chess", "--model", "tiny"], "task must be one of running-total, knights-knaves, reasoning-gym:"),
         (["--stop", "no such word"], "a stop string must be one token of the tokenizer; got 'no such word'"),
         (["--critic", "no/such/critic/here"], "a model must be a folder or a hub id that loads; got 'no/such"),
@@ -317,3 +319,18 @@ def test_report_compares_runs(capsys, monkeypatch):
     )
     assert main(["report", "runs/a", "runs/b", "--out", "both.png"]) == 0
     assert capsys.readouterr().out == "['runs/a', 'runs/b'] both.png\npicture: both.png\n"
+
+
+@pytest.mark.parametrize(("requirement", "is_the_trainers"), [('tyro>=1; extra == "train"', True), ("numpy", False)])
+def test_a_package_of_the_trainer_that_is_missing_is_named_with_its_extra(
+    capsys, monkeypatch, requirement, is_the_trainers
+):
+    monkeypatch.setattr(vapo.__main__, "requires", lambda _: [requirement])
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "vapo.cli")
+    if is_the_trainers:
+        assert vapo.__main__.main() == 2
+        assert capsys.readouterr().err == "vapo: the trainer needs tyro: pip install 'vapo[train]'\n"
+    else:
+        with pytest.raises(ModuleNotFoundError, match="tyro"):
+            vapo.__main__.main()
