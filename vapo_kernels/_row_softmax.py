@@ -69,7 +69,7 @@ def row_statistics(row_ptr, token, inv_temperature, V, BLOCK: tl.constexpr):
     """(log p_y, Ent, reference column, log-sum-exp above it, 1 − p_y) of one row: the only log-sum-exp loop."""
     columns = tl.arange(0, BLOCK)
     # A token id outside the row is not read; the NaN in its place reaches every result. The load stands before
-    # the loop because the loop's reductions are barriers: behind them a gradient may overwrite the row.
+    # the loop because the loop's reductions are barriers: after them a gradient may overwrite the row.
     z_token = (
         tl.load(row_ptr + token, mask=(token >= 0) & (token < V), other=float("nan")).to(tl.float32) * inv_temperature
     )

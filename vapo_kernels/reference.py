@@ -217,7 +217,7 @@ def explained_variance(values, returns, mask):
 
 
 def masked_whiten(x, mask, *, shift_mean=True):
-    """(x − mean) / √(var + 1e-8) over True places, var with n − 1 (at least 1); 0 elsewhere."""
+    """(x − mean) / √(var + 1e-8) over True positions, var with n − 1 (at least 1); 0 elsewhere."""
     mask = mask.bool()
     x = x.masked_fill(~mask, 0.0)
     count = mask.sum().clamp(min=1)

@@ -47,7 +47,7 @@ def linear_token_logprobs(
     summed in float32; one that needs none costs nothing. Masks, −inf and τ as in `token_logprobs`.
 
     Args:
-        hidden: [..., H] floating; ``hidden[..., t, :]`` gives the distribution that token t was drawn from.
+        hidden: [..., H] floating; ``hidden[..., t, :]`` gives the distribution that token t was sampled from.
         weight: [V, H], dtype of ``hidden``. The head's matrix; may be tied to an embedding.
         token_ids: [...] int32 or int64, in [0, V) where ``mask`` is True.
         bias: [V], dtype of ``hidden``, or None.

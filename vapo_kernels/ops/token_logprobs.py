@@ -54,7 +54,7 @@ def token_logprobs(
     written once backward; arithmetic is float32 whatever comes in. A log-prob is never above 0, and that of
     a confident token keeps its relative accuracy down to 1 − p = 1e-30. A logit of −inf has probability 0
     and gradient 0. A row where ``mask`` is False is not read: 0 forward, gradient 0. ``logits[..., t, :]``
-    must be the distribution that ``token_ids[..., t]`` was drawn from: shift before the call.
+    must be the distribution that ``token_ids[..., t]`` was sampled from: shift before the call.
 
     Args:
         logits: [..., V] floating. May be a slice or a view; rows are read in place where V is contiguous.
@@ -325,11 +325,11 @@ def _token_logprobs_torch(logits, token_ids, mask, temperatures, inv_temperature
     results = torch.zeros(5, token_ids.numel())
     for rows, at in row_chunks(logits):
         tau = inv_temperature if temperatures is None else 1 / temperatures[at].float()
-        ids, places = token_ids[at], torch.arange(at.start, at.stop)
+        ids, positions = token_ids[at], torch.arange(at.start, at.stop)
         if mask is not None and not mask[at].all():
             keep = mask[at].nonzero().squeeze(1)
-            rows, ids, places = rows[keep], ids[keep], places[keep]
+            rows, ids, positions = rows[keep], ids[keep], positions[keep]
             tau = tau[keep] if isinstance(tau, Tensor) else tau
         if len(rows) > 0:
-            results[:, places] = torch.stack(statistics_of_chunk(rows, ids, tau))
+            results[:, positions] = torch.stack(statistics_of_chunk(rows, ids, tau))
     return results[0].clone(), results[1].clone(), results[2:].clone()

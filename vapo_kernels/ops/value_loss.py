@@ -1,6 +1,6 @@
 """The critic's loss, and how much of the returns it explains (Eq. 10).
 
-Shapes: any leading shape [...]; the kernels see N places in a row.
+Shapes: any leading shape [...]; the kernels see N tokens in a row.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def value_loss(
         clipped: ½ max((V − R̂)², (clip(V, V_old − c, V_old + c) − R̂)²)
 
     R̂_t is constant: the values inside it come from the rollout, so Eq. 12 (½ Â²) has no useful gradient and
-    is never used. A masked place is not read and gets gradient 0; a count below 1 divides by 1. Backward may
+    is never used. A masked position is not read and gets gradient 0; a count below 1 divides by 1. Backward may
     run more than once.
 
     Args:
@@ -99,7 +99,7 @@ def value_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         [n, Σ R̂, Σ R̂², Σ (R̂ − V), Σ (R̂ − V)²]
 
     An average of explained variances over micro-batches is not the explained variance of the batch: add the
-    moments, then call `explained_variance_from`. No gradient; masked places are not read.
+    moments, then call `explained_variance_from`. No gradient; masked positions are not read.
 
     Args:
         values: [...] floating. V(s_t).

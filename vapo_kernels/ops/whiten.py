@@ -1,6 +1,6 @@
 """Masked mean and variance.
 
-Shapes: any leading shape [...]; the kernels see N places in a row.
+Shapes: any leading shape [...]; the kernels see N tokens in a row.
 """
 
 import torch
@@ -16,9 +16,9 @@ EPSILON = 1e-8
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Scale the True places to variance 1 and, with ``shift_mean``, mean 0.
+    """Scale the True positions to variance 1 and, with ``shift_mean``, mean 0.
 
-        y = (x − mean) / √(var + 1e-8),    mean, var over True places
+        y = (x − mean) / √(var + 1e-8),    mean, var over True positions
 
     var divides by n − 1 (by 1 where n = 1). Without ``shift_mean`` the mean is divided too, not removed. The
     moments are summed in float64. Places where ``mask`` is False are not read. No gradient. The statistics are those of
@@ -59,7 +59,7 @@ def whiten_by(moments: Tensor, x: Tensor, mask: Tensor, shift_mean: bool = True)
 
 
 def masked_moments(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
-    """[n, Σx, Σx², Σ(x − y), Σ(x − y)²] over True places of flat tensors, float64; y = x where None."""
+    """[n, Σx, Σx², Σ(x − y), Σ(x − y)²] over True positions of flat tensors, float64; y = x where None."""
     return moments_op(x, mask, y).sum(1)
 
 
@@ -75,7 +75,7 @@ def _moments_kernel(
     HAS_Y: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program sums BLOCK places."""
+    """One program sums BLOCK tokens."""
     program = tl.program_id(0).to(tl.int64)
     offsets = program * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
@@ -109,7 +109,7 @@ def moments_op(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
 
 
 def _moments_torch(x: Tensor, mask: Tensor, y: Tensor | None) -> Tensor:
-    """The kernel's five sums in PyTorch, a block of places at a time."""
+    """The kernel's five sums in PyTorch, a block of tokens at a time."""
     moments = torch.zeros(5, dtype=torch.float64)
     for start in range(0, x.numel(), CPU_BLOCK):
         at = slice(start, start + CPU_BLOCK)
@@ -136,7 +136,7 @@ def _whiten_kernel(
     num_rows: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """One program shifts and scales BLOCK places."""
+    """One program shifts and scales BLOCK tokens."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_rows
     sampled = tl.load(mask_ptr + offsets, mask=inside, other=0) != 0
@@ -147,7 +147,7 @@ def _whiten_kernel(
 
 @torch.library.custom_op("vapo_kernels::whiten", mutates_args=())
 def whiten_op(x: Tensor, mask: Tensor, shift_scale: Tensor) -> Tensor:
-    """(x − shift)·scale at True places, 0 elsewhere."""
+    """(x − shift)·scale at True positions, 0 elsewhere."""
     if not use_triton(x):
         return _whiten_torch(x, mask, *shift_scale)
     out = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
@@ -158,7 +158,7 @@ def whiten_op(x: Tensor, mask: Tensor, shift_scale: Tensor) -> Tensor:
 
 
 def _whiten_torch(x: Tensor, mask: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """The kernel's result in PyTorch, a block of places at a time."""
+    """The kernel's result in PyTorch, a block of tokens at a time."""
     out = torch.empty(x.numel())
     for start in range(0, x.numel(), CPU_BLOCK):
         at = slice(start, start + CPU_BLOCK)

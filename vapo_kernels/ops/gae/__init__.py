@@ -94,7 +94,7 @@ def packed_gae(
     sums of the rewards (plus the bootstrap), whatever the critic says. A token where ``mask`` is False is
     skipped without decay or δ: the recursion is that of the sequence without it, and neither its value nor
     its reward is read. So a verifier's reward belongs on the last *sampled* token. A sequence without a True
-    token yields zeros, as do tokens behind ``cu_seqlens[-1]``. Nothing here carries a gradient. The recursion
+    token yields zeros, as do tokens after ``cu_seqlens[-1]``. Nothing here carries a gradient. The recursion
     runs in float32 whatever comes in: in bfloat16 a λ near 1 would round to 1. The kernel moves 16 bytes a token
     in float32, one more with a mask, two where Eq. 15 has to count a long masked sequence first. On the CPU a
     sequence's last bit may depend on where it lies in the packing.
@@ -157,7 +157,7 @@ def padded_gae(
 ) -> GAE:
     """Estimate advantages and returns of a padded batch: `packed_gae` of its rows.
 
-    Padding on either side and holes inside are places where ``mask`` is False; they are never read.
+    Padding on either side and holes inside are positions where ``mask`` is False; they are never read.
 
     Args:
         rewards: [B, T] floating. r_t.

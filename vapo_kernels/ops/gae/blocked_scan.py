@@ -62,8 +62,8 @@ def _scan_all(
         bounds = np.arange(num_sequences + 1) * (num_tokens // max(num_sequences, 1))
     else:
         bounds = cu_seqlens.numpy().astype(np.int64)
-    places = _true_places(mask, int(bounds[-1]))
-    bounds = _true_before(places, bounds)
+    positions = _true_positions(mask, int(bounds[-1]))
+    bounds = _true_before(positions, bounds)
     lengths, num_true = np.diff(bounds), int(bounds[-1])
     if lam_policies is not None:
         lam_policy = lam_policies.float().numpy()
@@ -81,7 +81,7 @@ def _scan_all(
     carry, workspace = torch.zeros(2), torch.empty(3, 2, (SCAN_ROWS + 1) * num_chunks)
     for stop in range(num_true, 0, -BLOCK_TOKENS):
         at = slice(max(0, stop - BLOCK_TOKENS), stop)
-        r, v = _take(rewards, places, at).float(), _take(values, places, at).float()
+        r, v = _take(rewards, positions, at).float(), _take(values, positions, at).float()
         total = total + r.sum() + v.sum()
         lams = [_per_token(lam, bounds, at) for lam in (lam_policy, lam_critic)]
         first, last = np.searchsorted(ends.numpy(), [at.start, at.stop])
@@ -89,8 +89,8 @@ def _scan_all(
             r, v, lams, gamma, ends[first:last] - at.start, bootstraps[first:last], carry, workspace
         )
         later.mul_(gamma).add_(r)
-        _put(later[1], returns, places, at)
-        _put(later[0].sub_(v), advantages, places, at)
+        _put(later[1], returns, positions, at)
+        _put(later[0].sub_(v), advantages, positions, at)
     return advantages, returns, bool(total.isfinite())
 
 
@@ -99,7 +99,7 @@ def _scan_block(r, v, lams, gamma, ends, bootstraps, carry, workspace) -> tuple[
     n = len(r)
     num_chunks = -(-n // SCAN_ROWS)
     size = num_chunks * SCAN_ROWS
-    # One row more than SCAN_ROWS: B_{t+1} of the last row is what lies behind the chunk.
+    # One row more than SCAN_ROWS: B_{t+1} of the last row is what follows the chunk.
     adds = workspace[0][:, : size + num_chunks].view(2, SCAN_ROWS + 1, num_chunks)
     decays = workspace[1][:, :size].view(2, SCAN_ROWS, num_chunks)
     tokens = workspace[2][:, :size]
@@ -127,7 +127,7 @@ def _scan_block(r, v, lams, gamma, ends, bootstraps, carry, workspace) -> tuple[
 def _scan_rows(adds: Tensor, decays: Tensor, carry: Tensor) -> None:
     """Turn adds [2, rows + 1, chunks] into B_t = add_t + decay_t B_{t+1}, t = (chunk, row), from the end.
 
-    The last row becomes the B behind each chunk. Pairs (decay, add) are composed; a division by powers of the
+    The last row becomes the B after each chunk. Pairs (decay, add) are composed; a division by powers of the
     decay would overflow.
     """
     *add_rows, carries = adds.unbind(1)
@@ -140,7 +140,7 @@ def _scan_rows(adds: Tensor, decays: Tensor, carry: Tensor) -> None:
 
 
 def _scan_heads(adds: Tensor, decays: Tensor, carry: Tensor) -> Tensor:
-    """The B behind each chunk, from the maps [2, chunks] of whole chunks."""
+    """The B after each chunk, from the maps [2, chunks] of whole chunks."""
     num_chunks = adds.shape[1]
     if num_chunks > SCAN_ROWS:
         missing = -num_chunks % SCAN_ROWS
@@ -165,8 +165,8 @@ def _per_token(lam, bounds: np.ndarray, at: slice) -> float | Tensor:
     return torch.from_numpy(np.repeat(lam[first:last], counts))
 
 
-def _true_places(mask: Tensor | None, num_slots: int) -> np.ndarray:
-    """Runs of True [runs, 3]: first place, one behind the last, True places before; all places [n] for short runs."""
+def _true_positions(mask: Tensor | None, num_slots: int) -> np.ndarray:
+    """Runs of True [runs, 3]: first, one after the last, True positions before; all positions [n] for short runs."""
     if mask is None:
         return np.array([[0, num_slots, 0]])
     true = mask[:num_slots].numpy()
@@ -179,40 +179,40 @@ def _true_places(mask: Tensor | None, num_slots: int) -> np.ndarray:
     return np.stack([starts, stops, np.cumsum(stops - starts) - (stops - starts)], axis=1)
 
 
-def _true_before(places: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Number of True places before each bound."""
-    if places.ndim == 1:
-        return np.searchsorted(places, bounds)
-    if len(places) == 0:
+def _true_before(positions: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Number of True positions before each bound."""
+    if positions.ndim == 1:
+        return np.searchsorted(positions, bounds)
+    if len(positions) == 0:
         return np.zeros_like(bounds)
-    starts, stops, before = places.T
+    starts, stops, before = positions.T
     run = np.maximum(np.searchsorted(starts, bounds) - 1, 0)
     return before[run] + np.clip(bounds - starts[run], 0, stops[run] - starts[run])
 
 
-def _pieces(places: np.ndarray, at: slice) -> list[tuple[int, int]]:
+def _pieces(positions: np.ndarray, at: slice) -> list[tuple[int, int]]:
     """The runs, cut to the True tokens at a slice."""
-    starts, stops, before = places.T
+    starts, stops, before = positions.T
     first, last = np.searchsorted(before, at.start, side="right") - 1, np.searchsorted(before, at.stop)
     starts = starts[first:last] + np.maximum(at.start - before[first:last], 0)
-    stops = np.minimum(stops[first:last], places[first:last, 0] + at.stop - before[first:last])
+    stops = np.minimum(stops[first:last], positions[first:last, 0] + at.stop - before[first:last])
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _take(x: Tensor, places: np.ndarray, at: slice) -> Tensor:
+def _take(x: Tensor, positions: np.ndarray, at: slice) -> Tensor:
     """The True tokens of ``x`` at a slice, end to end."""
-    if places.ndim == 1:
-        return x[torch.from_numpy(places[at])]
-    pieces = [x[start:stop] for start, stop in _pieces(places, at)]
+    if positions.ndim == 1:
+        return x[torch.from_numpy(positions[at])]
+    pieces = [x[start:stop] for start, stop in _pieces(positions, at)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _put(y: Tensor, out: Tensor, places: np.ndarray, at: slice) -> None:
-    """Write the True tokens at a slice to their places."""
-    if places.ndim == 1:
-        out[torch.from_numpy(places[at])] = y
+def _put(y: Tensor, out: Tensor, positions: np.ndarray, at: slice) -> None:
+    """Write the True tokens at a slice to their positions."""
+    if positions.ndim == 1:
+        out[torch.from_numpy(positions[at])] = y
         return
     done = 0
-    for start, stop in _pieces(places, at):
+    for start, stop in _pieces(positions, at):
         out[start:stop] = y[done : done + stop - start]
         done += stop - start

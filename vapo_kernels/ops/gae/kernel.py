@@ -18,13 +18,13 @@ ROW_WIDTH = 32
 
 @triton.jit
 def _compose(decay_later, add_later, decay, add):
-    """The affine map of a token after that of everything behind it."""
+    """The affine map of a token after that of all later tokens."""
     return decay * decay_later, add + decay * add_later
 
 
 @triton.jit
 def _scan(value, reward, sampled, carry, lam, gamma, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """B_{t+1} of every token of a [ROWS, WIDTH] block, and B of its first token, from the B behind the block.
+    """B_{t+1} of every token of a [ROWS, WIDTH] block, and B of its first token, from the B after the block.
 
     Rows are scanned first, each by one warp, then their totals: one scan over all lanes spills registers.
     """
@@ -36,10 +36,10 @@ def _scan(value, reward, sampled, carry, lam, gamma, ROWS: tl.constexpr, WIDTH: 
     row_decay, row_add = tl.sum(tl.where(is_first, decay, 0.0), 1), tl.sum(tl.where(is_first, add, 0.0), 1)
     row_decay, row_add = tl.associative_scan((row_decay, row_add), 0, _compose, reverse=True)
     b_row = row_add + row_decay * carry
-    behind = tl.where(row == ROWS - 1, carry, tl.gather(b_row, tl.minimum(row + 1, ROWS - 1), 0))[:, None]
-    b = add + decay * behind
+    after = tl.where(row == ROWS - 1, carry, tl.gather(b_row, tl.minimum(row + 1, ROWS - 1), 0))[:, None]
+    b = add + decay * after
     later = tl.gather(b, tl.broadcast_to(tl.minimum(column + 1, WIDTH - 1), (ROWS, WIDTH)), 1)
-    return tl.where(column == WIDTH - 1, behind, later), tl.sum(tl.where(row == 0, b_row, 0.0), 0)
+    return tl.where(column == WIDTH - 1, after, later), tl.sum(tl.where(row == 0, b_row, 0.0), 0)
 
 
 @triton.jit

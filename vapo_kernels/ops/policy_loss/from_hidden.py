@@ -64,7 +64,7 @@ def linear_policy_loss(
     ``torch.nn.functional.linear`` do. Inside ``torch.autocast`` hidden, weight and bias are cast as for a linear layer.
 
     Args:
-        hidden: [..., H] floating; ``hidden[..., t, :]`` gives the distribution that token t was drawn from.
+        hidden: [..., H] floating; ``hidden[..., t, :]`` gives the distribution that token t was sampled from.
         weight: [V, H], dtype of ``hidden``. The head's matrix, whole (not a shard); may be tied to an embedding.
         token_ids: [...] int32 or int64, in [0, V) where ``mask`` is True.
         old_logprobs: [...] floating. log π_old(a_t|s_t), at the same temperature.

@@ -79,12 +79,12 @@ def policy_loss(
     A row where ``mask`` is False is never read: its gradient is 0.
 
     Args:
-        logits: [..., V] floating; ``logits[..., t, :]`` is the distribution that token t was drawn from.
+        logits: [..., V] floating; ``logits[..., t, :]`` is the distribution that token t was sampled from.
         token_ids: [...] int32 or int64, in [0, V) where ``mask`` is True.
         old_logprobs: [...] floating. log π_old(a_t|s_t), at the same temperature.
         advantages: [...] floating. Â_t.
         mask: [...] bool, integer or float 0/1, True on tokens that the policy sampled.
-        is_correct: [...] mask, True on tokens of correct responses (the verifier's word). None: no NLL term.
+        is_correct: [...] mask, True on tokens of correct responses (by the verifier). None: no NLL term.
         clip_low: ε_low in [0, 1]; the paper uses 0.2.
         clip_high: ε_high ≥ 0; Clip-Higher uses 0.28.
         dual_clip: c > 1, or None.
@@ -218,7 +218,7 @@ def _policy_loss_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program computes one row: statistics, terms, and the gradient right behind the first read."""
+    """One program computes one row: statistics, terms, and the gradient right after the first read."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = row_ptr_of(logits_ptr, row, inner_rows, stride_outer, stride_inner, ALIGNED)
     token = tl.load(token_ids_ptr + row)

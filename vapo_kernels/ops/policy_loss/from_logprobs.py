@@ -47,7 +47,7 @@ def logprob_policy_loss(
     """`policy_loss` (Eq. 3, 4, 16, 17) from log-probs: for engines that hand out log-probs, not logits.
 
     Every term, count and convention is that of `policy_loss`. The gradient goes to ``logprobs`` and, with an
-    ``entropy_weight``, to ``entropy``; a masked place is never read and gets gradient 0. Backward may run
+    ``entropy_weight``, to ``entropy``; a masked position is never read and gets gradient 0. Backward may run
     more than once.
 
     Args:
@@ -191,7 +191,7 @@ def logprob_policy_loss_op(
     denominators: Tensor,
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms [6, N], log-probs [N] without their masked places, and ∂loss/∂logprobs [N], float32."""
+    """Terms [6, N], log-probs [N] without their masked positions, and ∂loss/∂logprobs [N], float32."""
     tokens = Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
     coefficients, num_rows = Coefficients(*coefficients), logprobs.numel()
     if not use_triton(logprobs):
