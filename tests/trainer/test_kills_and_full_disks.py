@@ -195,8 +195,8 @@ def test_a_changed_setting_is_refused_by_its_name(copy_of_whole, capsys):
     command = ["train", "--resume", str(copy_of_whole), "--gamma"]
     assert main([*command, "0.5", "--no-positive-nll", "--steps", "3"]) == 2
     assert capsys.readouterr().err == (
-        "vapo: a resumed run keeps its settings, but gamma (the run has 1.0, got 0.5),"
-        " positive_nll (the run has True, got False) would change\n"
+        "vapo: a resumed run keeps its settings, but positive_nll (the run has True, got False),"
+        " gamma (the run has 1.0, got 0.5) would change\n"
     )
     assert {each: each.read_bytes() for each in copy_of_whole.rglob("*") if each.is_file()} == before
     # The same value is no change.

@@ -223,7 +223,7 @@ def token_terms(
     policy = -weight * surrogate
     # A factor, not a choice: 0 · NaN is NaN, so that what breaks the loss breaks the gradient too.
     slope = tl.where(is_clipped | (tl.abs(difference) > MAX_LOG_RATIO_CONSTEXPR), 0.0, 1.0)
-    dlogprob = -weight * unclipped * inv_tokens * slope
+    dlogprob = 0.0 - weight * unclipped * inv_tokens * slope
 
     nll = 0.0
     if HAS_CORRECT:
@@ -263,7 +263,7 @@ def token_terms_torch(
         is_bounded = (advantages < 0) & (surrogate < bound)
         surrogate, is_clipped = torch.where(is_bounded, bound, surrogate), is_clipped | is_bounded
     weights = torch.ones_like(ratio) if tokens.token_weights is None else part(tokens.token_weights)
-    dlogprobs = -weights * unclipped / denominators[0] * ~(is_clipped | (difference.abs() > MAX_LOG_RATIO))
+    dlogprobs = 0.0 - weights * unclipped / denominators[0] * ~(is_clipped | (difference.abs() > MAX_LOG_RATIO))
 
     nll, kl = torch.zeros_like(ratio), torch.zeros_like(ratio)
     if tokens.is_correct is not None:
