@@ -16,7 +16,7 @@ import torch
 
 STAGES = ("gen", "old_log_prob", "values", "adv", "update_actor", "update_critic")
 OPS = {
-    "vapo.learning.advantages": ("packed_gae", "masked_whiten", "value_moments"),
+    "vapo.learning.advantages": ("packed_gae", "masked_moments", "whiten_by", "value_moments"),
     "vapo.models.forward": ("linear_token_logprobs",),
     "vapo.learning.update": ("linear_policy_loss", "value_loss"),
 }
