@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vapo_kernels import _formed_gradient
-from vapo_kernels._arguments import INDEX_DTYPES, expect_tensor, flat
+from vapo_kernels._arguments import INDEX_DTYPES, expect_mask, expect_tensor, flat
 from vapo_kernels._linear_chunks import (
     accumulate,
     autocast,
@@ -21,12 +21,8 @@ from vapo_kernels.ops.policy_loss.terms import (
     Coefficients,
     PolicyLoss,
     Tokens,
-    as_tokens,
-    checked_coefficients,
-    count_tokens,
-    expect_tokens,
+    checked_inputs,
     reduce_terms,
-    step_denominators,
 )
 from vapo_kernels.ops.token_logprobs import expect_temperature, split_temperature
 
@@ -106,20 +102,16 @@ def linear_policy_loss(
     expect_linear(hidden, weight, bias)
     shape = hidden.shape[:-1]
     expect_tensor(token_ids, "token_ids", like=hidden, shape=shape, dtypes=INDEX_DTYPES)
-    expect_tokens(
-        old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=hidden, shape=shape,
-    )  # fmt: skip
+    expect_mask(mask, "mask", like=hidden, shape=shape)
     expect_temperature(temperature, mask, like=hidden, shape=shape)
-    coefficients = checked_coefficients(
-        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
-        entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
-    )  # fmt: skip
     hidden, weight, bias = autocast(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = count_tokens(tokens)
-    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=hidden.dtype)
+    tokens, counts, denominators, coefficients = checked_inputs(
+        Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=hidden, shape=shape, dtype=hidden.dtype,
+        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     inputs = (rows, weight, bias)
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     terms, logprobs, gradients = linear_policy_loss_op(

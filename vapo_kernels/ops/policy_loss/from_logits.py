@@ -23,12 +23,8 @@ from vapo_kernels.ops.policy_loss.terms import (
     Coefficients,
     PolicyLoss,
     Tokens,
-    as_tokens,
-    checked_coefficients,
-    count_tokens,
-    expect_tokens,
+    checked_inputs,
     reduce_terms,
-    step_denominators,
     token_terms,
     token_terms_torch,
 )
@@ -126,20 +122,15 @@ def policy_loss(
     arXiv:2504.05118; dual clip, arXiv:1912.09729; k3, http://joschu.net/blog/kl-approx.html.
     """
     expect_rows(logits, token_ids, mask, temperature)
-    expect_tokens(
-        old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logits, shape=logits.shape[:-1],
-    )  # fmt: skip
-    coefficients = checked_coefficients(
-        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
-        entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
-    )  # fmt: skip
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if inplace and with_gradient:
         _expect_writable(logits)
-    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = count_tokens(tokens)
-    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=logits.dtype)
+    tokens, counts, denominators, coefficients = checked_inputs(
+        Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logits, shape=logits.shape[:-1], dtype=logits.dtype,
+        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     arguments = (flat(token_ids), *tokens, *split_temperature(temperature), denominators, list(coefficients))
     if not (inplace and with_gradient):
         terms, logprobs, dlogits = policy_loss_op(logits.detach(), *arguments, with_gradient)

@@ -11,12 +11,8 @@ from vapo_kernels.ops.policy_loss.terms import (
     Coefficients,
     PolicyLoss,
     Tokens,
-    as_tokens,
-    checked_coefficients,
-    count_tokens,
-    expect_tokens,
+    checked_inputs,
     reduce_terms,
-    step_denominators,
     token_terms,
     token_terms_torch,
 )
@@ -93,18 +89,13 @@ def logprob_policy_loss(
     if entropy is not None:
         expect_tensor(entropy, "entropy", like=logprobs, shape=logprobs.shape)
     expect(entropy_weight == 0 or entropy is not None, "entropy_weight", "0 without entropy", entropy_weight)
-    expect_tokens(
-        old_logprobs, advantages, mask, is_correct=is_correct, token_weights=token_weights, ref_logprobs=ref_logprobs,
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logprobs, shape=logprobs.shape,
-    )  # fmt: skip
-    coefficients = checked_coefficients(
-        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
-        entropy_weight=entropy_weight, ref_logprobs=ref_logprobs,
-    )  # fmt: skip
-    tokens = as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs)
-    counts = count_tokens(tokens)
     # float32: token-sized gradients are multiplied by the upstream gradient before they are rounded.
-    denominators = step_denominators(counts, num_tokens, num_correct_tokens, dtype=torch.float32)
+    tokens, counts, denominators, coefficients = checked_inputs(
+        Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logprobs, shape=logprobs.shape, dtype=torch.float32,
+        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     terms, clean, dlogprobs = logprob_policy_loss_op(
         flat(logprobs), flat(entropy), *tokens, denominators, list(coefficients)
     )

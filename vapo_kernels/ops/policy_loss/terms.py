@@ -57,7 +57,7 @@ class PolicyLoss(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Per-token arguments as the kernels take them: [N], contiguous, without gradients."""
+    """Per-token arguments; as the kernels take them, [N], contiguous and without gradients."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -78,35 +78,57 @@ class Coefficients(NamedTuple):
     entropy_weight: float
 
 
-def expect_tokens(
-    old_logprobs,
-    advantages,
-    mask,
-    *,
-    is_correct,
-    token_weights,
-    ref_logprobs,
-    num_tokens,
-    num_correct_tokens,
-    like,
-    shape,
-) -> None:
-    """The checks of the per-token arguments and counts, shared by every form of the policy loss."""
-    for name, x in (
-        ("old_logprobs", old_logprobs),
-        ("advantages", advantages),
-        ("token_weights", token_weights),
-        ("ref_logprobs", ref_logprobs),
-    ):
+class Inputs(NamedTuple):
+    """What every form of the policy loss makes of its arguments.
+
+    Attributes:
+        tokens: The per-token arguments.
+        counts: This call's own counts of True tokens and of correct ones, [] float32 each.
+        denominators: As `step_denominators` gives them.
+        coefficients: The loss's numbers.
+    """
+
+    tokens: Tokens
+    counts: tuple[Tensor, Tensor]
+    denominators: Tensor
+    coefficients: Coefficients
+
+
+def checked_inputs(
+    tokens: Tokens, *, num_tokens, num_correct_tokens, like: Tensor, shape: torch.Size, dtype: torch.dtype, **numbers
+) -> Inputs:
+    """Check the arguments that all forms of the policy loss share, then lay them out for the kernels.
+
+    Args:
+        tokens: The per-token arguments as they came, [...] each.
+        num_tokens: True tokens of the whole optimiser step, or None.
+        num_correct_tokens: Correct ones, or None.
+        like: A tensor on the device that all must be on.
+        shape: [...].
+        dtype: Of the stored gradient.
+        **numbers: The fields of `Coefficients`; ``dual_clip`` may be None.
+    """
+    expect_tokens(tokens, num_tokens, num_correct_tokens, like=like, shape=shape)
+    coefficients = checked_coefficients(**numbers, ref_logprobs=tokens.ref_logprobs)
+    masks = ("mask", "is_correct")
+    tokens = Tokens(*(None if x is None else (as_mask if n in masks else flat)(x) for n, x in tokens._asdict().items()))
+    counts = count_tokens(tokens)
+    return Inputs(tokens, counts, step_denominators(counts, num_tokens, num_correct_tokens, dtype), coefficients)
+
+
+def expect_tokens(tokens: Tokens, num_tokens, num_correct_tokens, *, like: Tensor, shape: torch.Size) -> None:
+    """The checks of the per-token arguments and of the counts."""
+    for name in ("old_logprobs", "advantages", "token_weights", "ref_logprobs"):
+        x = getattr(tokens, name)
         if x is not None or name in ("old_logprobs", "advantages"):
             expect_tensor(x, name, like=like, shape=shape)
-    expect_mask(mask, "mask", like=like, shape=shape)
-    if is_correct is not None:
-        expect_mask(is_correct, "is_correct", like=like, shape=shape)
+    expect_mask(tokens.mask, "mask", like=like, shape=shape)
+    if tokens.is_correct is not None:
+        expect_mask(tokens.is_correct, "is_correct", like=like, shape=shape)
     expect_count(num_tokens, "num_tokens", like=like)
     expect_count(num_correct_tokens, "num_correct_tokens", like=like)
     if num_correct_tokens is not None:
-        expect(is_correct is not None, "num_correct_tokens", "is_correct beside it", "is_correct=None")
+        expect(tokens.is_correct is not None, "num_correct_tokens", "is_correct beside it", "is_correct=None")
 
 
 def checked_coefficients(
@@ -125,12 +147,6 @@ def checked_coefficients(
     return Coefficients(*map(float, numbers))
 
 
-def as_tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs) -> Tokens:
-    """The per-token arguments, flat."""
-    correct = None if is_correct is None else as_mask(is_correct)
-    return Tokens(flat(old_logprobs), flat(advantages), as_mask(mask), correct, flat(token_weights), flat(ref_logprobs))
-
-
 def count_tokens(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """This call's own counts of True tokens and of correct ones, float32 0-dim."""
     count = tokens.mask.sum(dtype=torch.float32)
@@ -139,7 +155,7 @@ def count_tokens(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return count, (tokens.mask & tokens.is_correct).sum(dtype=torch.float32)
 
 
-def step_denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, *, dtype: torch.dtype) -> Tensor:
+def step_denominators(counts: tuple[Tensor, Tensor], num_tokens, num_correct_tokens, dtype: torch.dtype) -> Tensor:
     """[3] float32: the step's tokens, its correct tokens, and the factor that the stored gradient carries.
 
     A float16 gradient of a mean over many tokens would underflow before a loss scale reaches it: it is stored
