@@ -108,7 +108,8 @@ def linear_policy_loss(
     rows = hidden.reshape(-1, hidden.shape[-1])
     tokens, counts, denominators, coefficients = checked_inputs(
         Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=hidden, shape=shape, dtype=hidden.dtype,
+        like=hidden, shape=shape, dtype=hidden.dtype,
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens,
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight,
     )  # fmt: skip

@@ -127,7 +127,8 @@ def policy_loss(
         _expect_writable(logits)
     tokens, counts, denominators, coefficients = checked_inputs(
         Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logits, shape=logits.shape[:-1], dtype=logits.dtype,
+        like=logits, shape=logits.shape[:-1], dtype=logits.dtype,
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens,
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight,
     )  # fmt: skip

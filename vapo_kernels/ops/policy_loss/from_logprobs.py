@@ -92,7 +92,8 @@ def logprob_policy_loss(
     # float32: token-sized gradients are multiplied by the upstream gradient before they are rounded.
     tokens, counts, denominators, coefficients = checked_inputs(
         Tokens(old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs),
-        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens, like=logprobs, shape=logprobs.shape, dtype=torch.float32,
+        like=logprobs, shape=logprobs.shape, dtype=torch.float32,
+        num_tokens=num_tokens, num_correct_tokens=num_correct_tokens,
         clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, nll_weight=nll_weight, kl_weight=kl_weight,
         entropy_weight=entropy_weight,
     )  # fmt: skip
