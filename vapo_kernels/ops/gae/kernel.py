@@ -43,7 +43,7 @@ def _scan(value, reward, sampled, carry, lam, gamma, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _token_places(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _token_positions(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
@@ -150,7 +150,7 @@ def _gae_kernel(
         carry = tl.load(bootstrap_ptr + sequence).to(tl.float32)
 
     if end - start <= SHORT:
-        offsets = start + _token_places(SHORT // WIDTH, WIDTH)
+        offsets = start + _token_positions(SHORT // WIDTH, WIDTH)
         inside = offsets < end
         sampled = _load_sampled(mask_ptr, offsets, inside, HAS_MASK)
         if ADAPTIVE:
@@ -168,11 +168,11 @@ def _gae_kernel(
                     offsets = first + tl.arange(0, LONG)
                     length += tl.sum(_load_sampled(mask_ptr, offsets, offsets < end, HAS_MASK).to(tl.int32), 0)
             lam_policy = _adaptive_lambda(length, alpha)
-        carry_policy = carry + 0.0
-        carry_critic = carry + 0.0
+        carry_policy = carry
+        carry_critic = carry
         num_blocks = tl.cdiv(end - start, LONG)
         for step in range(0, num_blocks):
-            offsets = start + (num_blocks - 1 - step) * LONG + _token_places(LONG // WIDTH, WIDTH)
+            offsets = start + (num_blocks - 1 - step) * LONG + _token_positions(LONG // WIDTH, WIDTH)
             inside = offsets < end
             sampled = _load_sampled(mask_ptr, offsets, inside, HAS_MASK)
             carry_policy, carry_critic = _gae_block(
