@@ -27,14 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("mutants_explained.txt")
 # Tests of the faults of logits: broad, so the last to be asked.
 FAULTS = [
-    f"faults_{kind}" for kind in ("terms", "infinite", "layout", "precision", "gradient", "normaliser", "offsets")
+    *(f"faults_{kind}" for kind in ("terms", "infinite", "layout", "precision", "gradient", "normaliser", "offsets")),
+    "nan_is_heard",
 ]
 # Kernel file → the test files that must notice, fastest first, and which tests of test_watcher.
 TESTS = {
     "ops/whiten.py": (["whiten", "value_loss"], "token_ops"),
-    "ops/value_loss.py": (["value_loss"], "token_ops"),
-    "ops/gae/kernel.py": (["gae", "faults_gae"], "gae or lambda"),
-    "ops/policy_loss/from_logprobs.py": (["logprob_policy_loss"], "token_ops"),
+    "ops/value_loss.py": (["value_loss", "nan_is_heard"], "token_ops"),
+    "ops/gae/kernel.py": (["gae", "faults_gae", "nan_is_heard"], "gae or lambda"),
+    "ops/policy_loss/from_logprobs.py": (["logprob_policy_loss", "nan_is_heard"], "token_ops"),
     "ops/policy_loss/terms.py": (["logprob_policy_loss", "policy_loss", *FAULTS], "token_ops"),
     "ops/policy_loss/from_logits.py": (["policy_loss", *FAULTS], "policy_loss or masked"),
     "_formed_gradient.py": (["formed_gradient", "policy_loss", *FAULTS], "policy_loss"),
