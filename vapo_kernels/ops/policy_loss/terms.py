@@ -110,8 +110,11 @@ def checked_inputs(
     """
     expect_tokens(tokens, num_tokens, num_correct_tokens, like=like, shape=shape)
     coefficients = checked_coefficients(**numbers, ref_logprobs=tokens.ref_logprobs)
-    masks = ("mask", "is_correct")
-    tokens = Tokens(*(None if x is None else (as_mask if n in masks else flat)(x) for n, x in tokens._asdict().items()))
+    old_logprobs, advantages, mask, is_correct, token_weights, ref_logprobs = tokens
+    correct = None if is_correct is None else as_mask(is_correct)
+    tokens = Tokens(
+        flat(old_logprobs), flat(advantages), as_mask(mask), correct, flat(token_weights), flat(ref_logprobs)
+    )
     counts = count_tokens(tokens)
     return Inputs(tokens, counts, step_denominators(counts, num_tokens, num_correct_tokens, dtype), coefficients)
 
