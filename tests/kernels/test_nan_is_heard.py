@@ -1,7 +1,7 @@
 """A NaN or an infinity in one unmasked element breaks loss and gradient as the reference's autograd says.
 
 The other tokens keep their gradients, and the same element changes no bit where it is masked. A log π of −inf alone is
-a number: the token has become impossible, and its ratio is 0.
+a number: the token has become impossible, and its ratio is e⁻²⁰.
 """
 
 import pytest

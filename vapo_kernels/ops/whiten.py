@@ -10,7 +10,7 @@ from vapo_kernels._arguments import as_mask, expect, expect_mask, expect_tensor,
 from vapo_kernels._dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 1024
-# Places of a block on the CPU path: a cache holds it, and PyTorch sums so few in one order for any number of threads.
+# Tokens of a block on the CPU path: a cache holds it, and PyTorch sums so few in one order for any number of threads.
 CPU_BLOCK = 1 << 15
 EPSILON = 1e-8
 
@@ -21,7 +21,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
         y = (x − mean) / √(var + 1e-8),    mean, var over True positions
 
     var divides by n − 1 (by 1 where n = 1). Without ``shift_mean`` the mean is divided too, not removed. The
-    moments are summed in float64. Places where ``mask`` is False are not read. No gradient. The statistics are those of
+    moments are summed in float64. Tokens where ``mask`` is False are not read. No gradient. The statistics are those of
     this call alone: whiten a batch before it is cut into micro-batches.
 
     Args:

@@ -110,7 +110,7 @@ def _scan_block(r, v, lams, gamma, ends, bootstraps, carry, workspace) -> tuple[
             torch.mul(lam, gamma, out=decay[:n])
         else:
             decay[:n] = lam * gamma
-        # Behind the block stands the identity; the end of a sequence takes its bootstrap and forgets the next one.
+        # After the block stands the identity; the end of a sequence takes its bootstrap and forgets the next one.
         add[n:], decay[n:] = 0.0, 1.0
         add[ends] += decay[ends] * bootstraps
         decay[ends] = 0.0

@@ -67,8 +67,8 @@ def policy_loss(
     x = log π_ref − log π_θ; ``approx_kl`` the same of x = log r (Eq. 4), an estimate of KL(π_old ‖ π_θ). Log ratios are
     bounded to ±20 before exp, with gradient 0 beyond. An infinite ``old_logprobs`` or ``ref_logprobs`` counts as NaN,
     and what is not finite in an unmasked element breaks loss and gradient; only a sampled token with a logit of −inf
-    keeps both finite: its ratio is 0. ``dual_clip`` c bounds min(…) from below by c Â where Â < 0. ``clip_fraction`` is
-    the share of tokens whose surrogate has no gradient because of either clip.
+    keeps both finite: its ratio is e⁻²⁰. ``dual_clip`` c bounds min(…) from below by c Â where Â < 0. ``clip_fraction``
+    is the share of tokens whose surrogate has no gradient because of either clip.
 
     The gradient is formed in forward, while a row of logits is in cache; backward multiplies it by the
     upstream gradient where it lies, so it runs once. Only ``loss`` carries a gradient, to ``logits`` alone.
