@@ -88,7 +88,7 @@ test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: export OMP_WAIT_POLICY := PASSIVE
 test-oldest: $(OLDEST_STAMP)
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 -k 'not test_registration' --ignore tests/kernels/test_compiled.py tests/kernels vapo_kernels \
-	    tests/trainer/test_load.py tests/trainer/test_forward.py tests/trainer/test_passes.py $(ARGS)
+	    tests/trainer/test_load.py tests/trainer/test_forward.py $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
