@@ -27,7 +27,7 @@ DIST_VENV := .venv-dist
 PIP := -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train smoke test bench test-integrations test-oldest sanitize mutate lint docs dist clean
+.PHONY: help train smoke test bench bench-trainer test-integrations test-oldest sanitize mutate lint docs dist clean
 
 help:
 	@echo "make train     train the small default task: SEED=1 picks the seed, TASK=knights-knaves the other embedded task,"
@@ -65,6 +65,12 @@ test: $(STAMP)
 bench: export OMP_WAIT_POLICY := PASSIVE
 bench: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python -m benchmarks.run --seconds 1 --budget 700 --target sm_90 --docs $(ARGS)
+
+# Our trainer beside TRL's, and each engine; vLLM in the environment of its tests, where there is one.
+bench-trainer: export OMP_WAIT_POLICY := PASSIVE
+bench-trainer: $(BENCH_STAMP) $(SMOKE_STAMP)
+	$(BENCH_VENV)/bin/python -m benchmarks.bench_trainer --model $(SMOKE)/smollm2 --docs \
+	    $(addprefix --python vllm=,$(wildcard .venv-vllm/bin/python)) $(ARGS)
 
 # Collected only here: the folders are left out of `make test`, and nothing may be skipped because a host is missing.
 test-integrations: export OMP_NUM_THREADS := 1

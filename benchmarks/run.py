@@ -96,12 +96,10 @@ def write(stem: Path, environment: dict, limits: dict, sections: dict[str, dict]
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def refresh_docs(stem: Path, environment: dict, limits: dict, sections: dict[str, dict]) -> None:
-    """Put the tables between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of docs/performance.md."""
+def refresh_docs(stem: Path, contents: dict[str, str]) -> None:
+    """Put each content between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of docs/performance.md."""
     text = DOCS.read_text(encoding="utf-8")
     pictures = Path(os.path.relpath(stem.parent, DOCS.parent)).as_posix()
-    contents = {name: section["markdown"] for name, section in sections.items()}
-    contents["environment"] = tables.listed(environment, limits)
     for name, content in contents.items():
         content = content.replace(f"]({stem.name}", f"]({pictures}/{stem.name}").strip()
         block = f"<!-- {name} -->\n{content}\n<!-- end -->"
@@ -139,7 +137,8 @@ def main() -> None:
             print(f"### {name}\n\n{section['markdown']}\n", flush=True)
     write(stem, environment, limits, sections)
     if arguments.docs and not settings.smoke:
-        refresh_docs(stem, environment, limits, sections)
+        contents = {name: section["markdown"] for name, section in sections.items()}
+        refresh_docs(stem, contents | {"environment": tables.listed(environment, limits)})
 
 
 if __name__ == "__main__":

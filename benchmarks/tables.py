@@ -22,7 +22,7 @@ def commit() -> str:
         options = {"cwd": ROOT, "text": True, "stderr": subprocess.DEVNULL}
         head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], **options).strip()
         changed = subprocess.check_output(
-            ["git", "status", "--porcelain", "--", "vapo_kernels", "benchmarks/*.py"], **options
+            ["git", "status", "--porcelain", "--", "vapo", "vapo_kernels", "benchmarks/*.py"], **options
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
