@@ -137,7 +137,7 @@ def _train(command: str, arguments: list[str]) -> int:
     from vapo.models.sharding import distributed, on_first_rank, rank
 
     logging.disable_progress_bar()
-    with distributed(choose_device(config), alone=config.dtype == "bfloat16"):
+    with distributed(choose_device(config), alone=config.needs_group):
         # Ranks that each looked for an unused name could find different ones.
         folder = on_first_rank(lambda: Path(options["resume"]) if "resume" in options else _run_folder(options, config))
         if rank() == 0:
@@ -149,11 +149,12 @@ def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
     from vapo.models.sharding import rank
     from vapo.trainer import train
 
-    existed = (folder / "config.json").exists()
+    # Asked now: vLLM takes the process group with it.
+    existed, is_first = (folder / "config.json").exists(), rank() == 0
     goes_on = f"`vapo train --resume {folder}` goes on from its newest checkpoint"
     try:
         train(config, folder, resume=resume, last_phase=last_phase)
-        if last_phase == "value_pretraining" and rank() == 0:
+        if last_phase == "value_pretraining" and is_first:
             print(f"`vapo train --critic {folder} --no-value-pretraining …` starts from its critic")
     except ValueError as error:
         if not existed and (folder / "config.json").exists():

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the trainer needs pydantic: pip install 'vapo[train]'", name="pydantic") from error
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
-Engine = Literal["loop", "transformers"]
+Engine = Literal["loop", "transformers", "vllm"]
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -186,7 +186,13 @@ class Config:
     """Most responses that a rank samples at once, which bounds the memory of their caches, but at least those to one
     prompt; 0: all. Continuous batching (engine "transformers" on CUDA) adapts to the free memory instead."""
     engine: Engine = "loop"
-    """Sampling engine: "loop" (a cache that drops finished rows) or "transformers" (its own generation)."""
+    """Sampling engine: "loop" (a cache that drops finished rows), "transformers" (its own generation) or "vllm" (in the
+    trainer's process; needs the extra ``vllm``)."""
+    engine_memory: Share = 0.5
+    """Share of a GPU's memory for the weights and the cache of vLLM, in (0, 1]; free while the trainer computes."""
+    importance_cap: PositiveFloat | Literal["auto"] | None = "auto"
+    """Most that a token's importance weight may be, > 0 (Eq. 18): it corrects for an engine whose log-probs are not the
+    trainer's. None: no weights; "auto": 2.0 with vLLM, none with the other engines. Paper: not stated."""
 
     # Optimisation.
     mini_batches: PositiveInt = 16
@@ -271,6 +277,11 @@ class Config:
                 "sdpa or eager where dtype is float32, which flash attention does not take",
             ),
             (
+                "importance_cap",
+                self.engine != "transformers" or self.used_importance_cap is None,
+                "auto or None where engine is transformers, which tells no log-probs",
+            ),
+            (
                 "truncated",
                 self.truncated != "bootstrap" or (self.has_critic and self.use_values),
                 "zero, penalty or mask without a critic whose values are used",
@@ -330,6 +341,11 @@ class Config:
         return self.advantage_estimator == "gae"
 
     @property
+    def needs_group(self) -> bool:
+        """Whether a single process forms a process group too: mixed precision needs sharding, and vLLM has a group."""
+        return self.dtype == "bfloat16" or self.engine == "vllm"
+
+    @property
     def has_reference(self) -> bool:
         """Whether a frozen copy of the policy before RL is needed."""
         return self.kl_weight > 0 or self.kl_reward_weight > 0
@@ -358,6 +374,13 @@ class Config:
     def used_overlong_buffer(self) -> int:
         """Tokens over which the overlong penalty grows: overlong_buffer, or a fifth of the limit."""
         return self.overlong_buffer or max(1, self.max_new_tokens // 5)
+
+    @property
+    def used_importance_cap(self) -> float | None:
+        """Cap of Eq. 18: importance_cap, or where it is "auto" 2.0 for vLLM and none for the other engines."""
+        if self.importance_cap == "auto":
+            return 2.0 if self.engine == "vllm" else None
+        return self.importance_cap
 
     @property
     def pretrains_values(self) -> bool:

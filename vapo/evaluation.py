@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vapo.config import Config
 from vapo.learning.learner import DTYPES, HELD_OUT_SEED, choose_device, seed_for
 from vapo.models.load import load_policy, plain_head
-from vapo.models.sharding import distributed, gather_over_ranks, gathered, rank, shard, sum_over_ranks, world_size
+from vapo.models.sharding import distributed, gather_over_ranks, rank, shard, sum_over_ranks, world_size
 from vapo.rollout.collect import Collected, collect
-from vapo.rollout.sampling import Sampling, sampling_of
+from vapo.rollout.sampling import Sampling, ready_to_sample, sampling_of, with_engine
 from vapo.tasks import Problem, Task, load_task
 from vapo.tasks.rows import SUFFIXES
 
@@ -210,7 +211,7 @@ def evaluate_model(source: str, **given: object) -> dict[str, float]:
         raise ValueError(f"task must be one that the run did not train on; got {name}, of which it held nothing out")
     # All rows of a file that the run did not train on are held out.
     split = "eighth" if _is_same(name, saved.get("task")) else "held-out"
-    with distributed(choose_device(config), alone=config.dtype == "bfloat16") as device:
+    with distributed(choose_device(config), alone=config.needs_group) as device, ExitStack() as at_end:
         task = load_task(name, reward=config.reward, reward_timeout=config.reward_timeout, split=split)
         policy, tokenizer = load_policy(
             str(Path(source) / "policy") if saved else source,
@@ -222,7 +223,9 @@ def evaluate_model(source: str, **given: object) -> dict[str, float]:
         plain_head(policy)
         shard(policy, DTYPES[config.dtype], device)
         sampling = replace(sampling_of(config, policy, tokenizer), top_p=config.eval_top_p, top_k=0)
-        with gathered(policy):
+        sampling = with_engine(sampling, policy, config)
+        at_end.callback(sampling.close)
+        with ready_to_sample(policy, sampling):
             return evaluate(
                 policy,
                 tokenizer,

@@ -122,6 +122,7 @@ RULES = (
     Rule(("lam_critic",), lambda c: not c.decoupled_gae, "decoupled_gae is off"),
     Rule(("clip_high",), lambda c: not c.clip_higher, "clip_higher is off"),
     Rule(("nll_weight",), lambda c: not c.positive_nll, "positive_nll is off"),
+    Rule(("engine_memory",), lambda c: c.engine != "vllm", "engine is not 'vllm'"),
     Rule(("max_sampling_rounds",), lambda c: not c.dynamic_sampling, "dynamic_sampling is off"),
     Rule(("overlong_buffer",), lambda c: c.truncated != "penalty", "truncated is not 'penalty'"),
     Rule(("warm_start_steps", *_WARM_START), lambda c: c.model != "tiny", "model is not 'tiny'"),
@@ -132,7 +133,7 @@ RULES = (
 RL_ONLY = (
     *("decoupled_gae", "length_adaptive_gae", "clip_higher", "token_level_loss", "positive_nll", "group_sampling"),
     *("use_values", "lam_policy", "lam_critic", "alpha", "clip_low", "clip_high", "dual_clip", "nll_weight"),
-    *("kl_weight", "kl_reward_weight", "entropy_weight", "value_clip", "whiten_advantages"),
+    *("importance_cap", "kl_weight", "kl_reward_weight", "entropy_weight", "value_clip", "whiten_advantages"),
     *("steps", "num_prompts", "group_size", "dynamic_sampling", "max_sampling_rounds"),
     *("mini_batches", "actor_epochs", "critic_epochs", "actor_lr", "actor_lr_warmup"),
     *("eval_every", "logged_samples"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,11 @@ from vapo.learning.value_pretraining import pretraining_step
 from vapo.learning.warm_start import warm_start_step
 from vapo.models.checkpoint import latest_checkpoint
 from vapo.models.load import plain_head
-from vapo.models.sharding import distributed, gathered, rank, world_size
+from vapo.models.sharding import distributed, rank, world_size
 from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers
 from vapo.rollout.collect import check_prompts
+from vapo.rollout.sampling import ready_to_sample
 from vapo.tasks import Problem, Task, load_task
 from vapo.types import PHASES, StepReport
 
@@ -55,11 +57,12 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if resume and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} must hold a run to resume; got no config.json there")
     checkpoint = latest_checkpoint(folder) if resume else None
-    with distributed(device, config.dtype == "bfloat16") as device:
+    with distributed(device, config.needs_group) as device, ExitStack() as at_end:
         check_trackers(config.trackers)
         task, held_out = load_tasks(config)
         check_shares(config, held_out)
         learner = make_learner(config, task, device)
+        at_end.callback(learner.close)
         # Files are known as a whole; generated problems are checked as they come.
         known = [*getattr(task, "rows", ()), *held_out.problems]
         check_prompts(learner.policy, learner.tokenizer, known, config.max_new_tokens)
@@ -180,7 +183,7 @@ def load_tasks(config: Config) -> tuple[Task, HeldOut]:
 def held_out_metrics(learner: Learner, held_out: HeldOut, config: Config) -> dict[str, float]:
     """Evaluate with the run's own evaluation seed, so that every evaluation of a run uses the same random numbers."""
     generator = torch.Generator(learner.policy.device).manual_seed(seed_for(f"evaluation {config.seed}", rank()))
-    with gathered(learner.policy):
+    with ready_to_sample(learner.policy, learner.sampling):
         return evaluate(
             learner.policy,
             learner.tokenizer,

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # The phases of a run in their order, with the names that a person reads.
 PHASES = {"warm_start": "warm start", "value_pretraining": "value pretraining", "vapo": "VAPO"}
+
+
+class Response(NamedTuple):
+    """One response as an engine sampled it.
+
+    Attributes:
+        token_ids: [l] int64 on the CPU, the stop token included.
+        logprobs: [l] float32, the engine's own log-probs of the distributions that the tokens were sampled from; None
+            where the engine does not tell.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,7 @@ class Rollout:
         is_correct: [S] bool. The verifier's result.
         is_truncated: [S] bool. The length limit cut the response.
         group_size: Responses to each prompt; they stand side by side.
+        engine_logprobs: [N] float32 or None. The engine's own log-probs of the sampled tokens, where it tells them.
     """
 
     prompt_ids: Tensor
@@ -35,6 +50,7 @@ class Rollout:
     is_correct: Tensor
     is_truncated: Tensor
     group_size: int
+    engine_logprobs: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -63,6 +79,7 @@ class Rollout:
             is_correct=self.is_correct[rows],
             is_truncated=self.is_truncated[rows],
             group_size=self.group_size,
+            engine_logprobs=None if self.engine_logprobs is None else self.engine_logprobs[tokens],
         )
 
     @staticmethod
@@ -81,6 +98,7 @@ class Rollout:
             is_correct=joined("is_correct"),
             is_truncated=joined("is_truncated"),
             group_size=rollouts[0].group_size,
+            engine_logprobs=None if rollouts[0].engine_logprobs is None else joined("engine_logprobs"),
         )
 
 
@@ -120,6 +138,7 @@ class Batch:
         advantages: [N] float32. Eq. 5 with each response's λ_policy, whitened if the config says so.
         returns: [N] float32. Eq. 9 with λ_critic.
         lam_policy: [S] float32 or None. λ of each response's advantages, Eq. 15; None with group advantages.
+        importance_weights: [N] float32 or None. Truncated importance weights, Eq. 18; None where all are 1.
     """
 
     rollout: Rollout
@@ -131,6 +150,7 @@ class Batch:
     advantages: Tensor
     returns: Tensor
     lam_policy: Tensor | None
+    importance_weights: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

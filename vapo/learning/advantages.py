@@ -54,7 +54,18 @@ def build_batch(
         returns = scores.repeat_interleave(rollout.lengths)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    return Batch(rollout, mask, old_logprobs, ref_logprobs, values, rewards, advantages, returns, lam_policy)
+    return Batch(
+        rollout,
+        mask,
+        old_logprobs,
+        ref_logprobs,
+        values,
+        rewards,
+        advantages,
+        returns,
+        lam_policy,
+        importance_weights(rollout, config, old_logprobs),
+    )
 
 
 def training_mask(rollout: Rollout, config: Config) -> Tensor:
@@ -74,6 +85,18 @@ def shaped_rewards(
     if config.kl_reward_weight:
         rewards = rewards - config.kl_reward_weight * (old_logprobs - ref_logprobs)
     return rewards
+
+
+def importance_weights(rollout: Rollout, config: Config, old_logprobs: Tensor) -> Tensor | None:
+    """Truncated importance weights of the policy loss (Eq. 18), [N] float32; None where all are 1.
+
+        w_t = min(π_old(y_t | s_t) / π_engine(y_t | s_t), importance_cap)
+
+    π_old is the trainer's, π_engine what the engine sampled from: the same weights in other arithmetic.
+    """
+    if config.used_importance_cap is None or rollout.engine_logprobs is None:
+        return None
+    return (old_logprobs - rollout.engine_logprobs).exp().clamp(max=config.used_importance_cap)
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

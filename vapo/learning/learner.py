@@ -19,7 +19,7 @@ from vapo.config import Config
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
 from vapo.models.load import critic_from_policy, load_critic, load_policy, max_positions, plain_head, value_head
 from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
-from vapo.rollout.sampling import Sampling, sampling_of
+from vapo.rollout.sampling import Sampling, sampling_of, with_engine
 from vapo.tasks import Task
 from vapo.types import PHASES
 
@@ -103,6 +103,10 @@ class Learner:
         """The optimisers of the present phase, by the name of their model."""
         optimizers = {"policy": self.policy_optimizer, "critic": self.critic_optimizer}
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
+
+    def close(self) -> None:
+        """End the sampling engine, if it is one to be ended; the last thing that a run does."""
+        self.sampling.close()
 
     def is_past(self, phase: str) -> bool:
         """Whether the run has left a phase for a later one."""
@@ -199,6 +203,7 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
         if model is not critic:
             plain_head(model)
         shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None)
+    learner.sampling = with_engine(learner.sampling, policy, config)
     return learner
 
 

@@ -17,9 +17,10 @@ from vapo.learning.samples import evenly_spread, response_records, skipped_respo
 from vapo.learning.update import mini_batches, set_lr, take_steps, update_critic, update_policy
 from vapo.learning.value_pretraining import center_critic
 from vapo.models.forward import bootstrap_values, rollout_logprobs, rollout_values
-from vapo.models.sharding import gather_over_ranks, gathered, mean_over_ranks, share_of, sum_over_ranks
+from vapo.models.sharding import gather_over_ranks, mean_over_ranks, share_of, sum_over_ranks
 from vapo.rollout.collect import Collected, collect
 from vapo.rollout.dynamic_sampling import sample_informative
+from vapo.rollout.sampling import ready_to_sample
 from vapo.tasks import Problem
 from vapo.types import Batch, Rollout, StepReport
 
@@ -64,7 +65,7 @@ def sample_groups(learner: Learner, config: Config) -> tuple[Collected, dict[str
             generator=learner.generators.sampling,
         )
 
-    with gathered(learner.policy):
+    with ready_to_sample(learner.policy, learner.sampling):
         if not config.dynamic_sampling:
             return respond(next_problems()), {}
         own_prompts, max_rounds = len(share_of(range(num_prompts))), config.max_sampling_rounds
@@ -137,10 +138,23 @@ def batch_metrics(batch: Batch, config: Config) -> dict[str, float]:
             "critic/lambda_policy/min": lam_policy.min().item(),
             "critic/lambda_policy/max": lam_policy.max().item(),
         }
+    metrics |= mismatch_metrics(batch)
     if config.kl_reward_weight:
         difference = (batch.old_logprobs - batch.ref_logprobs) * config.kl_reward_weight
         metrics["critic/kl_penalty"] = mean_over_ranks(torch.segment_reduce(difference, "sum", lengths=rollout.lengths))
     return metrics
+
+
+def mismatch_metrics(batch: Batch) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, over the tokens of all ranks; empty where it told none."""
+    if batch.rollout.engine_logprobs is None:
+        return {}
+    log_ratio = (batch.old_logprobs - batch.rollout.engine_logprobs).double()
+    return {
+        "rollout/logprob_diff/mean": mean_over_ranks(log_ratio.abs()),
+        "rollout/logprob_diff/max": gather_over_ranks(log_ratio.abs().max()[None]).max().item(),
+        "rollout/k3": mean_over_ranks(log_ratio.expm1() - log_ratio),
+    }
 
 
 def small_lambda_warning(config: Config) -> str:

@@ -117,6 +117,9 @@ def _policy_loss(
     rollout, (num_tokens, num_correct_tokens, num_responses) = batch.rollout, counts
     tokens, lengths = token_indices(rollout.cu_seqlens, rows), rollout.lengths[rows]
     weights = None if config.token_level_loss else response_mean_weights(lengths, num_tokens, num_responses)
+    if batch.importance_weights is not None:
+        importance = batch.importance_weights[tokens]  # Eq. 18
+        weights = importance if weights is None else weights * importance
     arguments = (
         rollout.token_ids[tokens],
         batch.old_logprobs[tokens],

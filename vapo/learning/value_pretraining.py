@@ -16,8 +16,9 @@ from vapo.learning.samples import response_records, skipped_responses
 from vapo.learning.update import mini_batches, set_lr, take_steps, update_critic
 from vapo.models.forward import rollout_values
 from vapo.models.load import value_head
-from vapo.models.sharding import gathered, mean_over_ranks, share_of
+from vapo.models.sharding import mean_over_ranks, share_of
 from vapo.rollout.collect import collect
+from vapo.rollout.sampling import ready_to_sample
 from vapo.types import Batch, Rollout, StepReport
 
 
@@ -33,7 +34,7 @@ def pretraining_step(learner: Learner, step: int, config: Config) -> StepReport:
         config: The settings of the phase.
     """
     problems = share_of(learner.task.problems(config.pretraining_prompts, learner.generators.data))
-    with gathered(learner.policy):
+    with ready_to_sample(learner.policy, learner.sampling):
         problems, rollout, texts, errors = collect(
             learner.policy,
             learner.tokenizer,

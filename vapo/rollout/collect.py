@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -70,12 +71,16 @@ def collect(
         raise ValueError("problems must hold at least 1 problem; got none")
     prompts = encode_prompts(tokenizer, problems)
     responses = sample(policy, prompts, group_size=group_size, sampling=sampling, generator=generator)
+    token_ids = [response.token_ids for response in responses]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     asked = [problem for problem in problems for _ in range(group_size)]
-    is_truncated = torch.tensor([int(ids[-1]) not in sampling.stop_token_ids for ids in responses])
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    is_truncated = torch.tensor([int(ids[-1]) not in sampling.stop_token_ids for ids in token_ids])
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     scores, is_correct, errors = verify(task, asked, texts, is_truncated)
-    rollout = pack(prompts, responses, scores, is_correct, is_truncated, group_size, policy.device)
+    rollout = pack(prompts, token_ids, scores, is_correct, is_truncated, group_size, policy.device)
+    if responses[0].logprobs is not None:
+        logprobs = torch.cat([response.logprobs for response in responses])
+        rollout = replace(rollout, engine_logprobs=logprobs.to(policy.device))
     return Collected(list(problems), rollout, texts, errors)
 
 

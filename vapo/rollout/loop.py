@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
+from vapo.types import Response
+
 if TYPE_CHECKING:
     from vapo.rollout.sampling import Sampling
 
@@ -21,7 +23,7 @@ def sample_in_loop(
     group_size: int,
     sampling: Sampling,
     generator: torch.Generator | None,
-) -> list[Tensor]:
+) -> list[Response]:
     """Engine "loop": one forward pass per token over the rows that go on."""
     input_ids, is_token = left_padded(prompts)
     positions = (is_token.cumsum(1) - 1).clamp(min=0)
@@ -37,11 +39,12 @@ def sample_in_loop(
 
     num_rows, stop_token_ids = len(logits), torch.tensor(sampling.stop_token_ids, device=policy.device)
     tokens = torch.zeros((num_rows, sampling.max_new_tokens), dtype=torch.long)
+    logprobs = torch.zeros((num_rows, sampling.max_new_tokens))
     num_tokens = torch.full((num_rows,), sampling.max_new_tokens)
     alive = torch.arange(num_rows)
     for step in range(sampling.max_new_tokens):
-        token = _choose(logits, sampling, generator)
-        tokens[alive, step] = token.cpu()
+        token, probability = _choose(logits, sampling, generator)
+        tokens[alive, step], logprobs[alive, step] = token.cpu(), probability.log().cpu()
         goes_on = ~torch.isin(token, stop_token_ids)
         if not bool(goes_on.all()):
             num_tokens[alive[~goes_on.cpu()]] = step + 1
@@ -54,7 +57,8 @@ def sample_in_loop(
             mask = pad(mask, (0, 1), value=True)
         logits = _next_logits(policy, cache, token[:, None], positions[:, None], mask)
         positions = positions + 1
-    return [row[:length] for row, length in zip(tokens, num_tokens.tolist(), strict=True)]
+    lengths = num_tokens.tolist()
+    return [Response(*(row[:length] for row in rows)) for *rows, length in zip(tokens, logprobs, lengths, strict=True)]
 
 
 def left_padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,14 +83,16 @@ def _next_logits(
     return logits[:, -1].float()
 
 
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """Next token of each row, [B] int64."""
+def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Next token of each row, [B] int64, and the probability with which it was chosen, [B] float32."""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1), logits.new_ones(len(logits))
     cuts = LogitsProcessorList()
     if sampling.top_k:
         cuts.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         cuts.append(TopPLogitsWarper(sampling.top_p))
     scores = cuts(None, logits / sampling.temperature)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+    probabilities = scores.softmax(-1)
+    token = torch.multinomial(probabilities, 1, generator=generator)
+    return token.squeeze(1), probabilities.gather(1, token).squeeze(1)

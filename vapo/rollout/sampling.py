@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import torch
@@ -14,8 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config, Engine
 from vapo.models.load import max_positions, stop_token_ids
+from vapo.models.sharding import gathered
 from vapo.rollout.loop import sample_in_loop
 from vapo.rollout.transformers import generate_continuously, generate_padded
+from vapo.rollout.vllm import VllmEngine
+from vapo.types import Response
 
 ENGINES = get_args(Engine)
 
@@ -37,9 +40,10 @@ class Sampling:
         temperature: Divides the logits; 0 takes the likeliest token instead of sampling.
         top_p: Keeps the likeliest tokens that together reach this probability.
         top_k: Keeps this many of the likeliest tokens, before ``top_p``; 0 keeps all.
-        engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA continuous batching.
+        engine: "loop" is ours; "transformers" is ``policy.generate``, on CUDA continuous batching; "vllm" is vLLM.
         batch_size: Most responses sampled at once, at least those to one prompt; 0 samples all. Continuous batching
             fits its cache to the memory that is free, and samples all in any case.
+        vllm: The engine itself, where ``engine`` is "vllm"; see :func:`with_engine`.
 
     Raises:
         ValueError: If a number is out of range, there is no stop token or no such engine.
@@ -52,6 +56,7 @@ class Sampling:
     top_k: int = 0
     engine: str = "loop"
     batch_size: int = 0
+    vllm: VllmEngine | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -69,6 +74,11 @@ class Sampling:
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
 
+    def close(self) -> None:
+        """End the engine, if it is one to be ended."""
+        if self.vllm is not None:
+            self.vllm.close()
+
 
 def sampling_of(config: Config, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How a run samples its training rollouts."""
@@ -83,6 +93,32 @@ def sampling_of(config: Config, policy: PreTrainedModel, tokenizer: PreTrainedTo
     )
 
 
+def with_engine(sampling: Sampling, policy: PreTrainedModel, config: Config) -> Sampling:
+    """Start the engine of this rank where it is one to be started; close it at the end of the run.
+
+    Args:
+        sampling: How responses are sampled.
+        policy: The policy, where its parameters will stay: on its device, sharded.
+        config: The engine's dtype and memory.
+
+    Raises:
+        ValueError: If the engine is not installed or cannot run the policy.
+    """
+    if sampling.engine != "vllm":
+        return sampling
+    engine = VllmEngine(
+        policy, dtype=config.dtype, memory=config.engine_memory, max_responses=config.rollout_batch_size
+    )
+    return replace(sampling, vllm=engine)
+
+
+@contextmanager
+def ready_to_sample(policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
+    """Have the policy's present weights whole where the engine reads them, for the block. Collective on entry."""
+    with gathered(policy) if sampling.vllm is None else sampling.vllm.loaded(policy):
+        yield
+
+
 @torch.no_grad()
 def sample(
     policy: PreTrainedModel,
@@ -91,8 +127,10 @@ def sample(
     group_size: int = 1,
     sampling: Sampling,
     generator: torch.Generator | None = None,
-) -> list[Tensor]:
+) -> list[Response]:
     """Sample responses to prompts of any lengths.
+
+    Inside :func:`ready_to_sample`, where the policy is sharded or the engine is vLLM.
 
     Args:
         policy: A causal language model.
@@ -102,7 +140,7 @@ def sample(
         generator: Source of randomness, on the policy's device; may be left out at temperature 0 only.
 
     Returns:
-        P · group_size tensors [l] int64 on the CPU, 1 <= l <= max_new_tokens, those of one prompt side by side.
+        P · group_size responses of 1 to max_new_tokens tokens, those to one prompt side by side.
 
     Raises:
         ValueError: If there is no prompt, one is empty or leaves no room for ``max_new_tokens`` in the model's
@@ -113,6 +151,8 @@ def sample(
         raise ValueError(f"group_size must be >= 1; got {group_size}")
     if sampling.temperature > 0 and generator is None:
         raise ValueError("generator must be a torch.Generator where temperature > 0; got None")
+    if sampling.engine == "vllm":
+        return sampling.vllm.sample(prompts, group_size, sampling, generator)
     if sampling.engine == "loop":
         engine = sample_in_loop
     elif policy.device.type == "cuda":

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig
 
 from vapo.rollout.loop import left_padded
+from vapo.types import Response
 
 if TYPE_CHECKING:
     from vapo.rollout.sampling import Sampling
@@ -23,7 +24,7 @@ def generate_padded(
     group_size: int,
     sampling: Sampling,
     generator: torch.Generator | None,
-) -> list[Tensor]:
+) -> list[Response]:
     """Engine "transformers" on the CPU: ``policy.generate`` over a left-padded batch.
 
     Continuous batching is far slower there, and its cache takes gigabytes unless it is told how large to be.
@@ -42,7 +43,7 @@ def generate_continuously(
     group_size: int,
     sampling: Sampling,
     generator: torch.Generator | None,
-) -> list[Tensor]:
+) -> list[Response]:
     """Engine "transformers" on CUDA: continuous batching over a paged cache, so that no row waits for the longest."""
     inputs = [prompt.tolist() for prompt in prompts for _ in range(group_size)]
     with _transformers_settings(policy, sampling, generator) as (settings, seed):
@@ -86,8 +87,8 @@ def _transformers_settings(
         policy.generation_config = defaults
 
 
-def _cut(tokens: Tensor, sampling: Sampling) -> Tensor:
-    """End a response at its first stop token, which stays, or at the limit."""
+def _cut(tokens: Tensor, sampling: Sampling) -> Response:
+    """A response ends at its first stop token, which stays, or at the limit."""
     tokens = tokens[: sampling.max_new_tokens]
     stops = torch.isin(tokens, torch.tensor(sampling.stop_token_ids)).nonzero()
-    return tokens[: int(stops[0]) + 1] if len(stops) else tokens
+    return Response(tokens[: int(stops[0]) + 1] if len(stops) else tokens, None)
