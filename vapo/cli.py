@@ -134,10 +134,12 @@ def _train(command: str, arguments: list[str]) -> int:
     from transformers.utils import logging
 
     from vapo.learning.learner import choose_device
+    from vapo.models.auto import resolve_auto
     from vapo.models.sharding import distributed, on_first_rank, rank
 
     logging.disable_progress_bar()
-    with distributed(choose_device(config), alone=config.needs_group):
+    device = choose_device(config)
+    with distributed(device, alone=resolve_auto(config, device)[0].needs_group):
         # Ranks that each looked for an unused name could find different ones.
         folder = on_first_rank(lambda: Path(options["resume"]) if "resume" in options else _run_folder(options, config))
         if rank() == 0:

@@ -21,8 +21,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the trainer needs pydantic: pip install 'vapo[train]'", name="pydantic") from error
 
-Attention = Literal["sdpa", "eager", "flash_attention_2"]
-Engine = Literal["loop", "transformers", "vllm"]
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+Engine = Literal["auto", "loop", "transformers", "vllm"]
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -100,14 +100,17 @@ class Config:
     """Device of the models: "cpu", "cuda", or "auto" for a GPU if there is one."""
     threads: NonNegativeInt = 0
     """CPU threads; 0: PyTorch's default."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the models: "float32" or "bfloat16". Parameters and optimiser states are float32 in both."""
-    attention: Attention = "sdpa"
-    """Attention implementation: "sdpa", "eager", or "flash_attention_2" (packed rows; needs the extra ``flash``)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the models: "float32" or "bfloat16". Parameters and optimiser states are float32 in both. "auto":
+    bfloat16 on a GPU that has it, float32 on a CPU."""
+    attention: Attention = "auto"
+    """Attention implementation: "sdpa", "eager", or "flash_attention_2" (packed rows; needs the extra ``flash``).
+    "auto": flash attention on a GPU where it is installed, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more compute."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in a forward pass, padding included; affects memory and speed, and results by rounding only."""
+    micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Most tokens in a forward pass, padding included; affects memory and speed, and results by rounding only. "auto":
+    what fits into a GPU's free memory, 16,384 on a CPU."""
 
     # The seven parts of VAPO.
     value_pretraining: bool = True
@@ -185,9 +188,10 @@ class Config:
     rollout_batch_size: NonNegativeInt = 0
     """Most responses that a rank samples at once, which bounds the memory of their caches, but at least those to one
     prompt; 0: all. Continuous batching (engine "transformers" on CUDA) adapts to the free memory instead."""
-    engine: Engine = "loop"
+    engine: Engine = "auto"
     """Sampling engine: "loop" (a cache that drops finished rows), "transformers" (its own generation) or "vllm" (in the
-    trainer's process; needs the extra ``vllm``)."""
+    trainer's process; needs the extra ``vllm``). "auto": on a GPU vllm where it is installed, else transformers; on a
+    CPU loop."""
     engine_memory: Share = 0.5
     """Share of a GPU's memory for the weights and the cache of vLLM, in (0, 1]; free while the trainer computes."""
     importance_cap: PositiveFloat | Literal["auto"] | None = "auto"
@@ -273,7 +277,7 @@ class Config:
             ),
             (
                 "attention",
-                self.attention != "flash_attention_2" or self.dtype == "bfloat16",
+                self.attention != "flash_attention_2" or self.dtype != "float32",
                 "sdpa or eager where dtype is float32, which flash attention does not take",
             ),
             (
@@ -334,6 +338,11 @@ class Config:
             raise ValueError(f"{path} must hold the settings of a run; got: {error.strerror}") from None
         except ValidationError as error:
             raise ValueError(f"{path}: {_sentence(error)}") from None
+
+    @property
+    def used_micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch: micro_batch_tokens, or 16,384 as long as it is "auto"."""
+        return 16384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def has_critic(self) -> bool:

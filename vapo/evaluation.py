@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config
 from vapo.learning.learner import DTYPES, HELD_OUT_SEED, choose_device, seed_for
+from vapo.models.auto import resolve_auto
 from vapo.models.load import load_policy, plain_head
 from vapo.models.sharding import distributed, gather_over_ranks, rank, shard, sum_over_ranks, world_size
 from vapo.rollout.collect import Collected, collect
@@ -211,7 +212,9 @@ def evaluate_model(source: str, **given: object) -> dict[str, float]:
         raise ValueError(f"task must be one that the run did not train on; got {name}, of which it held nothing out")
     # All rows of a file that the run did not train on are held out.
     split = "eighth" if _is_same(name, saved.get("task")) else "held-out"
-    with distributed(choose_device(config), alone=config.needs_group) as device, ExitStack() as at_end:
+    device = choose_device(config)
+    config, _ = resolve_auto(config, device)
+    with distributed(device, alone=config.needs_group) as device, ExitStack() as at_end:
         task = load_task(name, reward=config.reward, reward_timeout=config.reward_timeout, split=split)
         policy, tokenizer = load_policy(
             str(Path(source) / "policy") if saved else source,

@@ -17,6 +17,7 @@ from vapo.learning.learner import HELD_OUT_SEED, Learner, choose_device, export,
 from vapo.learning.step import small_lambda_warning, vapo_step
 from vapo.learning.value_pretraining import pretraining_step
 from vapo.learning.warm_start import warm_start_step
+from vapo.models.auto import micro_batch_tokens, resolve_auto
 from vapo.models.checkpoint import latest_checkpoint
 from vapo.models.load import plain_head
 from vapo.models.sharding import distributed, rank, world_size
@@ -54,6 +55,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
+    config, reasons = resolve_auto(config, device)
     if resume and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} must hold a run to resume; got no config.json there")
     checkpoint = latest_checkpoint(folder) if resume else None
@@ -63,6 +65,11 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         check_shares(config, held_out)
         learner = make_learner(config, task, device)
         at_end.callback(learner.close)
+        if config.micro_batch_tokens == "auto" and device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            tokens = micro_batch_tokens(learner.policy.config, config, free_bytes)
+            config = replace(config, micro_batch_tokens=tokens)
+            reasons["micro_batch_tokens"] = f"{free_bytes / 1e9:.0f} GB are free beside the models"
         # Files are known as a whole; generated problems are checked as they come.
         known = [*getattr(task, "rows", ()), *held_out.problems]
         check_prompts(learner.policy, learner.tokenizer, known, config.max_new_tokens)
@@ -74,6 +81,13 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         with RunLog(
             folder, config=asdict(config), total_steps=total_steps, resume_after=place, trackers=trackers
         ) as log:
+            if reasons:
+                log.note(
+                    "chosen for this machine: "
+                    + ", ".join(f"{k} {getattr(config, k)} ({v})" for k, v in reasons.items())
+                )
+            if config.engine == "loop" and device.type == "cuda":
+                log.note("engine transformers (continuous batching) and engine vllm are faster on a GPU than loop")
             if len(held_out.problems) < config.eval_problems:
                 log.note(f"evaluation has {len(held_out.problems)} held-out problems, all that there are")
             if plain_head(learner.policy) is None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,11 +11,12 @@ import torch
 from families import FAMILIES, VOCABULARY, tiny_model
 from transformers.generation import ContinuousBatchingConfig
 
-from vapo.models.load import max_positions
+from vapo.models.load import is_checkpointed, max_positions, set_gradient_checkpointing
 from vapo.rollout import sampling as sampling_module
 from vapo.rollout.loop import sample_in_loop
 from vapo.rollout.sampling import Sampling, sample
 from vapo.rollout.transformers import generate_continuously, generate_padded
+from vapo.types import Response
 
 ALL_THREE = {"temperature": 1.5, "top_k": 4, "top_p": 0.8}
 STOPS = (1, 4, 7, 10, 13)
@@ -29,7 +31,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.fixture(autouse=True)
 def small_paged_cache(monkeypatch):
     """Continuous batching takes what memory there is unless it is told how much it needs."""
-    small = partial(ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=256, page_size=16)
+    # transformers 5.23 renamed it.
+    names = {field.name for field in fields(ContinuousBatchingConfig)}
+    page = "page_size" if "page_size" in names else "block_size"
+    small = partial(ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=256, **{page: 16})
     monkeypatch.setattr("vapo.rollout.transformers.ContinuousBatchingConfig", small)
 
 
@@ -38,7 +43,7 @@ def seeded(seed=0):
 
 
 def draw(engine, policy, prompts, sampling, *, group_size=1, generator=None):
-    return ENGINES[engine](policy, prompts, group_size, sampling, generator)
+    return [response.token_ids for response in ENGINES[engine](policy, prompts, group_size, sampling, generator)]
 
 
 def greedy_alone(policy, prompt, max_new_tokens):
@@ -75,6 +80,18 @@ def test_responses_end_at_the_first_stop_token_or_at_the_limit(engine):
     assert not any(int(token) in STOPS for response in responses for token in response[:-1])
     assert len({int(response[-1]) for response in done}) > 1
     assert all(response.dtype == torch.long for response in responses)
+
+
+@pytest.mark.parametrize("engine", ["loop", "continuous"])
+@pytest.mark.parametrize(("family", "temperature"), [("qwen3", 1.0), ("llama", 0.6)])
+def test_an_engine_tells_the_logprobs_that_it_sampled_with(engine, family, temperature):
+    policy = tiny_model(family)
+    for prompt in PROMPTS:
+        sampling = Sampling(9, STOPS, temperature=temperature)
+        for token_ids, logprobs in ENGINES[engine](policy, [prompt], 5, sampling, seeded()):
+            logits = policy(torch.cat([prompt, token_ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            expected = (logits / temperature).log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
+            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 def exact_distribution(policy, prompt, sampling):
@@ -171,10 +188,9 @@ def test_sampling_in_training_mode_with_gradient_checkpointing_changes_nothing(e
     policy = tiny_model("gpt2")
     sampling = Sampling(8, STOPS, temperature=0.0, engine="loop" if engine == "loop" else "transformers")
     expected = [greedy_alone(policy, prompt, 8) for prompt in PROMPTS]
-    policy.activation_checkpointing_enable({"use_reentrant": False})
-    policy.train()
-    assert [ids.tolist() for ids in sample(policy, PROMPTS, sampling=sampling)] == expected
-    assert policy.training and policy.is_activation_checkpointing
+    set_gradient_checkpointing(policy, True)
+    assert [response.token_ids.tolist() for response in sample(policy, PROMPTS, sampling=sampling)] == expected
+    assert policy.training and is_checkpointed(policy)
 
 
 def test_continuous_batching_leaves_the_attention_as_it_was():
@@ -202,7 +218,7 @@ def test_continuous_batching_that_fails_is_an_error(monkeypatch):
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\]; got 1.1"),
         ({"top_k": -1}, "top_k must be >= 0; got -1"),
-        ({"engine": "vllm"}, "engine must be one of loop, transformers; got 'vllm'"),
+        ({"engine": "sglang"}, "engine must be one of loop, transformers, vllm; got 'sglang'"),
     ],
 )
 def test_sampling_rejects_bad_numbers(changes, message):
@@ -245,7 +261,7 @@ def test_all_engines_but_continuous_batching_obey_the_batch_size(engine, device,
 
     def record(name, policy, prompts, group_size, sampling, generator):
         seen.append((name, len(prompts)))
-        return [torch.tensor([1])] * (len(prompts) * group_size)
+        return [Response(torch.tensor([1]), None)] * (len(prompts) * group_size)
 
     for name in ("sample_in_loop", "generate_padded", "generate_continuously"):
         monkeypatch.setattr(sampling_module, name, partial(record, name))
@@ -273,4 +289,4 @@ def test_positions_count_what_rope_scaling_adds(family, changes, expected):
 def test_a_prompt_and_its_response_may_fill_the_positions():
     policy = tiny_model("gpt2")
     responses = sample(policy, [torch.full((60,), 5)], sampling=Sampling(4, (1,)), generator=seeded())
-    assert 1 <= len(responses[0]) <= 4
+    assert 1 <= len(responses[0].token_ids) <= 4

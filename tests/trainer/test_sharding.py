@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from vapo.models import sharding
-from vapo.models.load import critic_from_policy
+from vapo.models.load import critic_from_policy, set_gradient_checkpointing
 from vapo_kernels import linear_policy_loss, value_loss
 
 CPU = torch.device("cpu")
@@ -80,8 +80,7 @@ def train(kind: str, checkpointing: bool = False) -> dict[str, Any]:
     """Two optimiser steps; the gradients of the first, the norms and the weights after the second."""
     model = build(kind)
     if checkpointing:
-        model.train()
-        model.activation_checkpointing_enable()
+        set_gradient_checkpointing(model, True)
     sharding.shard(model, torch.float32, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     gradients, norms = {}, []

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vapo.config import Config
+from vapo.models.auto import resolve_auto
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
 from vapo.models.load import critic_from_policy, load_critic, load_policy, max_positions, plain_head, value_head
 from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
@@ -186,6 +187,7 @@ class Learner:
 
 def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     """Load or build the models that a run needs, place them and, with several ranks, shard them."""
+    config, _ = resolve_auto(config, device)
     options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
     policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
     if config.max_new_tokens >= max_positions(policy):

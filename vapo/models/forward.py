@@ -115,7 +115,7 @@ def _results(
     def body(model: PreTrainedModel, rows: Tensor, is_own: bool) -> Tensor:
         return read(model, rollout, rows)
 
-    for part, is_own, found in over_micro_batches(model, body, rollout, rows, config.micro_batch_tokens):
+    for part, is_own, found in over_micro_batches(model, body, rollout, rows, config.used_micro_batch_tokens):
         if is_own:
             results[token_indices(rollout.cu_seqlens, part) if per_token else part] = found
     return results

@@ -63,7 +63,7 @@ def load_policy(
     rows = policy.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise ValueError(f"the model must embed all {len(tokenizer)} tokens of its tokenizer; got {rows} embeddings")
-    return _checkpointed(policy, gradient_checkpointing), tokenizer
+    return set_gradient_checkpointing(policy, gradient_checkpointing), tokenizer
 
 
 def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -129,9 +129,7 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
     head = value_head(critic)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    # The model's own property for this was renamed in transformers 5.24.
-    is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
-    return _checkpointed(critic, is_checkpointed).to(policy.device)
+    return set_gradient_checkpointing(critic, is_checkpointed(policy)).to(policy.device)
 
 
 def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
@@ -162,7 +160,7 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
     # Reward models call their head "score" in every family.
     renamed = {r"^score\.": f"{head}."} if kind.endswith("ForSequenceClassification") else {}
     critic = _load(AutoModelForTokenClassification, source, config, attention, renamed, may_lack={f"{head}.bias"})
-    return _checkpointed(critic, gradient_checkpointing)
+    return set_gradient_checkpointing(critic, gradient_checkpointing)
 
 
 def value_head(critic: PreTrainedModel) -> nn.Linear:
@@ -321,15 +319,22 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _checkpointed(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
+def set_gradient_checkpointing(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
     """Switch gradient checkpointing on or off; it works only in training mode."""
     if gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ValueError(
                 f"gradient_checkpointing must be False for {type(model).__name__}, which has none; got True"
             )
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renamed it.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.train(gradient_checkpointing)
+
+
+def is_checkpointed(model: PreTrainedModel) -> bool:
+    """Whether gradient checkpointing is on; transformers 5.23 renamed the model's own property."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _only_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -20,7 +20,7 @@ from vapo.rollout.transformers import generate_continuously, generate_padded
 from vapo.rollout.vllm import VllmEngine
 from vapo.types import Response
 
-ENGINES = get_args(Engine)
+ENGINES = tuple(name for name in get_args(Engine) if name != "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def sample(
 
     Raises:
         ValueError: If there is no prompt, one is empty or leaves no room for ``max_new_tokens`` in the model's
-            positions, ``group_size`` is not positive or the generator is missing.
+            positions, ``group_size`` is not positive, the generator is missing or vLLM was not started.
     """
     _check_prompts(policy, prompts, sampling.max_new_tokens)
     if group_size < 1:
@@ -152,6 +152,8 @@ def sample(
     if sampling.temperature > 0 and generator is None:
         raise ValueError("generator must be a torch.Generator where temperature > 0; got None")
     if sampling.engine == "vllm":
+        if sampling.vllm is None:
+            raise ValueError("engine 'vllm' must be started by with_engine; got none")
         return sampling.vllm.sample(prompts, group_size, sampling, generator)
     if sampling.engine == "loop":
         engine = sample_in_loop

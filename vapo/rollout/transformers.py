@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,12 @@ from vapo.types import Response
 
 if TYPE_CHECKING:
     from vapo.rollout.sampling import Sampling
+
+
+# Tokens are sampled with the attention that the policy trains with; before 5.23 transformers never switched.
+_KEEP_ATTENTION = {
+    field.name: False for field in fields(ContinuousBatchingConfig) if field.name == "auto_switch_to_flash"
+}
 
 
 def generate_padded(
@@ -50,14 +57,16 @@ def generate_continuously(
         outputs = policy.generate_batch(
             inputs,
             settings,
-            # Tokens are sampled with the attention that the policy trains with.
             # Under FSDP2 a forward waits for other streams, which no graph that is captured may do.
-            ContinuousBatchingConfig(seed=seed, auto_switch_to_flash=False, use_cuda_graph=False),
+            ContinuousBatchingConfig(seed=seed, use_cuda_graph=False, return_logprobs=True, **_KEEP_ATTENTION),
         )
     errors = [output.error for output in outputs.values() if output.error is not None]
     if errors or len(outputs) != len(inputs):
         raise RuntimeError(f"continuous batching gave {len(outputs)} of {len(inputs)} responses; errors: {errors[:1]}")
-    return [_cut(torch.tensor(output.generated_tokens), sampling) for output in outputs.values()]
+    return [
+        _cut(torch.tensor(output.generated_tokens), sampling, torch.tensor(output.logprobs))
+        for output in outputs.values()
+    ]
 
 
 @contextmanager
@@ -87,8 +96,9 @@ def _transformers_settings(
         policy.generation_config = defaults
 
 
-def _cut(tokens: Tensor, sampling: Sampling) -> Response:
+def _cut(tokens: Tensor, sampling: Sampling, logprobs: Tensor | None = None) -> Response:
     """A response ends at its first stop token, which stays, or at the limit."""
     tokens = tokens[: sampling.max_new_tokens]
     stops = torch.isin(tokens, torch.tensor(sampling.stop_token_ids)).nonzero()
-    return Response(tokens[: int(stops[0]) + 1] if len(stops) else tokens, None)
+    length = int(stops[0]) + 1 if len(stops) else len(tokens)
+    return Response(tokens[:length], None if logprobs is None else logprobs[:length])
