@@ -28,6 +28,9 @@ from vapo.rollout.sampling import ready_to_sample
 from vapo.tasks import Problem, Task, load_task
 from vapo.types import PHASES, StepReport
 
+# Rounding in bfloat16 gives a few hundredths.
+LARGE_LOGPROB_DIFF = 0.2
+
 
 class HeldOut(NamedTuple):
     """Problems that training never sees, and the task that verifies the responses to them."""
@@ -134,6 +137,11 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
         record("vapo", step, report, log)
         if report.metrics.get("critic/lambda_policy/mean", 1.0) < 0.5:
             log.note(small_lambda_warning(config))
+        if report.metrics.get("rollout/logprob_diff/mean", 0.0) > LARGE_LOGPROB_DIFF:
+            log.note(
+                f"the engine's log-probs differ from the policy's by more than {LARGE_LOGPROB_DIFF} on average: it"
+                " samples from another distribution (see rollout/logprob_diff/mean)"
+            )
 
 
 def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path) -> Iterator[int]:

@@ -150,7 +150,7 @@ class Batch:
     advantages: Tensor
     returns: Tensor
     lam_policy: Tensor | None
-    importance_weights: Tensor | None
+    importance_weights: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from vapo.learning.advantages import (
     build_batch,
     explained_variances,
     group_advantages,
+    importance_weights,
     overlong_penalty,
     policy_lambda,
     shaped_rewards,
@@ -54,6 +55,29 @@ def test_advantages_and_returns_by_hand():
     torch.testing.assert_close(batch.returns, torch.tensor([1.0, 1.0, 0.0]))
     assert batch.lam_policy.tolist() == [0.5, 0.5]
     assert torch.equal(batch.old_values, VALUES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"importance_cap": 2.0}, [0.5, 2.0, 1.0]),
+        ({"importance_cap": 0.75}, [0.5, 0.75, 0.75]),
+        ({"engine": "vllm"}, [0.5, 2.0, 1.0]),
+        ({"engine": "vllm", "importance_cap": None}, None),
+        ({"engine": "loop"}, None),
+    ],
+    ids=str,
+)
+def test_importance_weights_by_hand(settings, expected):
+    # Ratios 0.5, 8 and 1 (Eq. 18).
+    old_logprobs, engine_logprobs = torch.tensor([0.25, 0.8, 0.5]).log(), torch.tensor([0.5, 0.1, 0.5]).log()
+    rollout = replace(two_responses(), engine_logprobs=engine_logprobs)
+    weights = importance_weights(rollout, Config(**settings), old_logprobs)
+    if expected is None:
+        assert weights is None
+    else:
+        torch.testing.assert_close(weights, torch.tensor(expected))
+    assert importance_weights(two_responses(), Config(**settings), old_logprobs) is None
 
 
 def test_gamma_discounts_the_reward_by_hand():

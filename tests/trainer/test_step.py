@@ -1,5 +1,6 @@
 """One step of RL: what it samples, asks of the models, trains and reports."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from vectors import weights
 
 import vapo.learning.step
 from vapo.learning.samples import evenly_spread, response_records, skipped_responses
-from vapo.learning.step import batch_metrics, small_lambda_warning, update_models, vapo_step
+from vapo.learning.step import batch_metrics, mismatch_metrics, small_lambda_warning, update_models, vapo_step
 from vapo.models.load import value_head
 
 STEP_METRICS = {
@@ -218,6 +219,20 @@ def test_batch_metrics_by_hand(batch_of, small_config, rollout):
             "response_length/min": 1,
             "response_length/max": 5,
             "response_length/clip_ratio": 0.25,
+        }
+    )
+
+
+def test_mismatch_of_the_engine_by_hand(batch_of, rollout):
+    assert mismatch_metrics(batch_of()) == {}
+    gaps = torch.zeros(11)
+    gaps[2], gaps[7] = math.log(2.0), -math.log(4.0)
+    batch = batch_of(rollout=replace(rollout, engine_logprobs=-gaps))
+    assert mismatch_metrics(batch) == pytest.approx(
+        {
+            "rollout/logprob_diff/mean": math.log(8.0) / 11,
+            "rollout/logprob_diff/max": math.log(4.0),
+            "rollout/k3": ((2.0 - 1 - math.log(2.0)) + (0.25 - 1 + math.log(4.0))) / 11,
         }
     )
 

@@ -228,6 +228,21 @@ def test_count_tokens_by_hand(batch):
     assert count_tokens(masked, [everything]).tolist() == [[6, 3, 3]]
 
 
+@pytest.mark.parametrize("token_level_loss", [True, False])
+def test_importance_weights_scale_the_policys_term_alone(policy, batch, token_level_loss):
+    plain, _ = policy_step(policy, batch, token_level_loss=token_level_loss)
+    weights = torch.full_like(batch.old_logprobs, 0.5)
+    halved, _ = policy_step(policy, replace(batch, importance_weights=weights), token_level_loss=token_level_loss)
+    assert halved["pg_loss"] == pytest.approx(0.5 * plain["pg_loss"]) and plain["pg_loss"]
+    assert halved["nll_loss"] == plain["nll_loss"]
+    # Only the weighted response counts.
+    weights = (torch.arange(len(weights)) < 3).float()
+    first, _ = policy_step(policy, replace(batch, importance_weights=weights), token_level_loss=token_level_loss)
+    masked = replace(batch, advantages=torch.where(weights > 0, batch.advantages, 0.0))
+    alone, _ = policy_step(policy, masked, token_level_loss=token_level_loss)
+    assert first["pg_loss"] == pytest.approx(alone["pg_loss"])
+
+
 def test_response_mean_weights_give_each_response_the_same_weight():
     found = response_mean_weights(torch.tensor([1, 4]), torch.tensor(9), torch.tensor(3))
     torch.testing.assert_close(found, torch.tensor([3.0, 0.75, 0.75, 0.75, 0.75]))
