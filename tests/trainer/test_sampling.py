@@ -11,10 +11,11 @@ import torch
 from families import FAMILIES, VOCABULARY, tiny_model
 from transformers.generation import ContinuousBatchingConfig
 
+from vapo.config import Config
 from vapo.models.load import is_checkpointed, max_positions, set_gradient_checkpointing
 from vapo.rollout import sampling as sampling_module
 from vapo.rollout.loop import sample_in_loop
-from vapo.rollout.sampling import Sampling, sample
+from vapo.rollout.sampling import Sampling, sample, with_engine
 from vapo.rollout.transformers import generate_continuously, generate_padded
 from vapo.types import Response
 
@@ -284,6 +285,14 @@ def test_all_engines_but_continuous_batching_obey_the_batch_size(engine, device,
 )
 def test_positions_count_what_rope_scaling_adds(family, changes, expected):
     assert max_positions(tiny_model(family, **changes)) == expected
+
+
+def test_vllm_must_be_installed_and_started():
+    policy, sampling = tiny_model("llama"), Sampling(4, (1,), engine="vllm")
+    with pytest.raises(ValueError, match="needs the extra vllm"):
+        with_engine(sampling, policy, Config(engine="vllm", dtype="float32"))
+    with pytest.raises(ValueError, match="must be started by with_engine"):
+        sample(policy, PROMPTS, sampling=sampling, generator=seeded())
 
 
 def test_a_prompt_and_its_response_may_fill_the_positions():
