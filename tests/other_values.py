@@ -18,8 +18,10 @@ def other_value(config: Config, name: str) -> object:
     value = getattr(config, name)
     if name in _CHOICES:
         return _CHOICES[name]
-    if name == "overlong_buffer":
+    if name in ("overlong_buffer", "micro_batch_tokens"):
         return 7
+    if name == "importance_cap":
+        return 3.0
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):

@@ -54,7 +54,9 @@ def _sentence(error: ValidationError) -> str:
     first = errors[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    name = ".".join(map(str, first["loc"])) or "settings"
+    # Of a field that takes several types the location names a type too.
+    field, *inner = first["loc"] or ["settings"]
+    name = ".".join([str(field), *(str(part) for part in inner if isinstance(part, int))])
     _, should, expected = first["msg"].partition(" should ")
     return f"{name} must {expected}; got {first['input']!r}" if should else f"{name}: {first['msg']}"
 
@@ -279,11 +281,6 @@ class Config:
                 "attention",
                 self.attention != "flash_attention_2" or self.dtype != "float32",
                 "sdpa or eager where dtype is float32, which flash attention does not take",
-            ),
-            (
-                "importance_cap",
-                self.engine != "transformers" or self.used_importance_cap is None,
-                "auto or None where engine is transformers, which tells no log-probs",
             ),
             (
                 "truncated",

@@ -18,7 +18,12 @@ BAD = {
     tuple: (["a list"], "text", ("",), ("wandb", 1), None),
     type(None): (nan, -1.0, 0, True, "1"),
 }
-CASES = [(field.name, value) for field in fields(Config) for value in BAD[type(field.default)]]
+# Numbers that may be left to the machine.
+BAD_OF = {
+    "micro_batch_tokens": (0, -1, True, "1", 1.5, nan, None, "many"),
+    "importance_cap": (nan, inf, -1.0, 0.0, True, "1", "much"),
+}
+CASES = [(f.name, value) for f in fields(Config) for value in BAD_OF.get(f.name, BAD[type(f.default)])]
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -34,7 +39,7 @@ def test_every_field_rejects_bad_values_by_name(name, value):
     [
         ({"clip_high": 0.1}, "clip_high must be >= clip_low = 0.2; got 0.1"),
         (
-            {"attention": "flash_attention_2"},
+            {"attention": "flash_attention_2", "dtype": "float32"},
             "attention must be sdpa or eager where dtype is float32, which flash attention does not take;"
             " got flash_attention_2",
         ),
@@ -85,9 +90,9 @@ def test_every_field_rejects_bad_values_by_name(name, value):
                 ("num_prompts", 0, "greater than 0"),
                 ("max_skipped_steps", 0, "greater than 0"),
                 ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
-                ("dtype", "float16", "'float32' or 'bfloat16'"),
-                ("attention", "flash", "'sdpa', 'eager' or 'flash_attention_2'"),
-                ("engine", "vllm", "'loop' or 'transformers'"),
+                ("dtype", "float16", "'auto', 'float32' or 'bfloat16'"),
+                ("attention", "flash", "'auto', 'sdpa', 'eager' or 'flash_attention_2'"),
+                ("engine", "sglang", "'auto', 'loop', 'transformers' or 'vllm'"),
                 ("truncated", "drop", "'zero', 'bootstrap', 'penalty' or 'mask'"),
                 ("advantage_estimator", "rloo", "'gae' or 'group'"),
             )

@@ -1,6 +1,6 @@
 """Dynamic sampling on groups made by hand: which are kept, in what order, and when sampling ends."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ def group(number, kind, scores=(0.0, 0.0)):
         2,
         torch.device("cpu"),
     )
+    rollout = replace(rollout, engine_logprobs=-rollout.token_ids.float())
     texts, errors = [f"{number}a", f"{number}b"], [f"error {number}"] if number == 0 else []
     return Collected([Problem(str(number), "")], rollout, texts, errors)
 

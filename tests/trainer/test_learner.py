@@ -166,6 +166,13 @@ def test_more_new_tokens_than_positions_are_refused(learner_of, small_config):
         learner_of(replace(small_config, max_new_tokens=1024))
 
 
+def test_an_importance_cap_wants_an_engine_that_tells_its_logprobs(learner_of, small_config):
+    config = replace(small_config, importance_cap=2.0)
+    learner_of(replace(config, engine="loop"))
+    with pytest.raises(ValueError, match="importance_cap must be auto or None with engine transformers on a CPU"):
+        learner_of(replace(config, engine="transformers"))
+
+
 def test_sampling_is_that_of_the_config(learner_of, small_config):
     learner = learner_of(replace(small_config, temperature=0.7, top_p=0.9, top_k=5, stop=("#",)))
     sampling, tokenizer = learner.sampling, learner.tokenizer

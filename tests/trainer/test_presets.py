@@ -152,6 +152,7 @@ CASES = [
     ("decoupled_gae is off", {"decoupled_gae": False}, {"lam_critic": 0.9}),
     ("clip_higher is off", {"clip_higher": False}, {"clip_high": 0.3}),
     ("positive_nll is off", {"positive_nll": False}, {"nll_weight": 0.2}),
+    ("engine is not 'vllm'", {}, {"engine_memory": 0.3}),
     ("dynamic_sampling is off", {}, {"max_sampling_rounds": 3}),
     ("truncated is not 'penalty'", {"truncated": "mask"}, {"overlong_buffer": 5}),
     ("model is not 'tiny'", HUB, {"warm_start_steps": 5, **WARM_START}),

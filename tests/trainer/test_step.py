@@ -38,6 +38,9 @@ STEP_METRICS = {
     "timing_s/update_actor",
     "timing_s/step",
     "perf/throughput",
+    "rollout/logprob_diff/mean",
+    "rollout/logprob_diff/max",
+    "rollout/k3",
 }
 CRITIC_METRICS = {
     "critic/vf_loss",

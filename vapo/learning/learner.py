@@ -188,6 +188,11 @@ class Learner:
 def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     """Load or build the models that a run needs, place them and, with several ranks, shard them."""
     config, _ = resolve_auto(config, device)
+    if config.used_importance_cap and config.engine == "transformers" and device.type == "cpu":
+        raise ValueError(
+            "importance_cap must be auto or None with engine transformers on a CPU, which tells no log-probs;"
+            f" got {config.importance_cap}"
+        )
     options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
     policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
     if config.max_new_tokens >= max_positions(policy):
