@@ -29,7 +29,7 @@ DIST_VENV := .venv-dist
 PIP := -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train smoke smoke-vllm test bench bench-trainer bench-engines test-integrations test-vllm test-oldest sanitize mutate lint docs dist clean
+.PHONY: help train smoke smoke-vllm test bench bench-trainer test-integrations test-vllm test-oldest sanitize mutate lint docs dist clean
 
 help:
 	@echo "make train     train the small default task: SEED=1 picks the seed, TASK=knights-knaves the other embedded task,"
@@ -79,10 +79,6 @@ bench-trainer: export OMP_WAIT_POLICY := PASSIVE
 bench-trainer: $(BENCH_STAMP) $(SMOKE_STAMP)
 	$(BENCH_VENV)/bin/python -m benchmarks.bench_trainer --model $(SMOKE)/smollm2 --docs \
 	    $(addprefix --python vllm=,$(wildcard .venv-vllm/bin/python)) $(ARGS)
-
-bench-engines: export OMP_WAIT_POLICY := PASSIVE
-bench-engines: $(VLLM_STAMP) $(SMOKE_STAMP)
-	$(VLLM_VENV)/bin/python -m benchmarks.bench_engines --model tiny --model $(SMOKE)/smollm2 $(ARGS)
 
 # Collected only here: the folders are left out of `make test`, and nothing may be skipped because a host is missing.
 test-integrations: export OMP_NUM_THREADS := 1
