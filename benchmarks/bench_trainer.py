@@ -9,7 +9,7 @@ engine. An engine may run in an environment of its own: ``--python vllm=.venv-vl
 import argparse
 import contextlib
 import datetime
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -106,13 +106,9 @@ def measure(trainer: str, sizes: Sizes, folder: Path) -> Row:
 
 def _ours(engine: str, sizes: Sizes, rows: Path) -> Row:
     """The preset ``grpo``; an engine other than the loop has the name of the package that it needs."""
-    if engine != "loop":
-        importlib.import_module(engine)
-    from vapo.learning.learner import make_learner
-    from vapo.learning.step import vapo_step
+    if engine != "loop" and not importlib.util.find_spec(engine):
+        raise ImportError(f"No module named {engine!r}")
     from vapo.presets import preset
-    from vapo.rollout import collect
-    from vapo.tasks import load_task
 
     config = preset(
         "grpo",
@@ -134,30 +130,42 @@ def _ours(engine: str, sizes: Sizes, rows: Path) -> Row:
         actor_lr=LR,
         weight_decay=WEIGHT_DECAY,
     )
-    seconds: Counter = Counter()
-    collect.verify = counted(collect.verify, seconds)
-    task = load_task(config.task, split="train", reward=config.reward, reward_timeout=config.reward_timeout)
-    learner = make_learner(config, task, torch.device("cpu"))
-    learner.begin("vapo", config)
-    for step in range(1, config.steps + 1):
-        if step == WARM_UP + 1:
-            seconds.clear()
-            began = time.process_time()
-        metrics = vapo_step(learner, step, config).metrics
-        seconds.update({name: metrics[name] for name in metrics if name.startswith("timing_s/")})
-        seconds["tokens"] += metrics["response_length/mean"] * sizes.num_responses
-        seconds["reward"] += metrics["critic/score/mean"]
-    mean = {name: total / sizes.steps for name, total in seconds.items()}
-    verification = mean.get("verify", 0.0)
+    mean = _our_steps(config, sizes)
     stages = {
-        "sampling": mean["timing_s/gen"] - verification,
-        "verification": verification,
+        "sampling": mean["timing_s/gen"] - mean["verify"],
+        "verification": mean["verify"],
         "old log-probs": mean.get("timing_s/old_log_prob", 0.0),
         "reference": mean.get("timing_s/ref", 0.0),
         "update": mean["timing_s/update_actor"],
     }
-    cpu = (time.process_time() - began) / sizes.steps
-    return Row(f"ours, {engine}", mean["timing_s/step"], cpu, stages, mean["tokens"], mean["reward"])
+    return Row(f"ours, {engine}", mean["timing_s/step"], mean["cpu"], stages, mean["tokens"], mean["score"])
+
+
+def _our_steps(config, sizes: Sizes) -> dict[str, float]:
+    """Means over the steps after the warm-up: seconds, tokens and score."""
+    from vapo.learning.learner import make_learner
+    from vapo.learning.step import vapo_step
+    from vapo.models.sharding import distributed
+    from vapo.rollout import collect
+    from vapo.tasks import load_task
+
+    seconds: Counter = Counter()
+    collect.verify = counted(collect.verify, seconds)
+    task = load_task(config.task, split="train", reward=config.reward, reward_timeout=config.reward_timeout)
+    with distributed(torch.device("cpu"), config.needs_group) as device, contextlib.ExitStack() as at_end:
+        learner = make_learner(config, task, device)
+        at_end.callback(learner.close)
+        learner.begin("vapo", config)
+        for step in range(1, config.steps + 1):
+            if step == WARM_UP + 1:
+                seconds.clear()
+            began = time.process_time()
+            metrics = vapo_step(learner, step, config).metrics
+            seconds["cpu"] += time.process_time() - began
+            seconds.update({name: metrics[name] for name in metrics if name.startswith("timing_s/")})
+            seconds["tokens"] += metrics["response_length/mean"] * sizes.num_responses
+            seconds["score"] += metrics["critic/score/mean"]
+    return {name: total / sizes.steps for name, total in seconds.items()}
 
 
 def _trl(sizes: Sizes, rows: Path, folder: Path) -> Row:
