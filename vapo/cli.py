@@ -88,7 +88,10 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 for a run that stopped, 2 for bad input, 130 after Ctrl-C.
+    """Run the command line.
+
+    Returns:
+        The exit status: 0, 1 for a run that failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         SystemExit: With 0 after ``--help``, and with 2 after tyro's message about an option that it cannot read.
@@ -149,6 +152,7 @@ def _train(command: str, arguments: list[str]) -> int:
 
 def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
     from vapo.models.sharding import rank
+    from vapo.stopping import RunStopped
     from vapo.trainer import train
 
     # Asked now: vLLM takes the process group with it.
@@ -172,6 +176,10 @@ def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:
     except FloatingPointError as error:
         print(f"vapo: the run stopped: {error}; {goes_on}", file=sys.stderr)
         return 1
+    except RunStopped as stopped:
+        if is_first:
+            print(f"\nvapo: {stopped}; `vapo train --resume {folder}` goes on", file=sys.stderr)
+        return 128 + stopped.number
     except KeyboardInterrupt:
         print(f"\nvapo: interrupted; {goes_on}", file=sys.stderr)
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers
 from vapo.rollout.collect import check_prompts
 from vapo.rollout.sampling import ready_to_sample
+from vapo.stopping import RunStopped, StopSignals
 from vapo.tasks import Problem, Task, load_task
 from vapo.types import PHASES, StepReport
 
@@ -54,6 +56,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     Raises:
         ValueError: If the device, the model, the data or the trackers are not there, ``folder`` already holds a run, or
             there is none to resume.
+        RunStopped: After Ctrl-C or SIGTERM, once the step that it came in has a checkpoint.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -62,7 +65,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     if resume and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} must hold a run to resume; got no config.json there")
     checkpoint = latest_checkpoint(folder) if resume else None
-    with distributed(device, config.needs_group) as device, ExitStack() as at_end:
+    with distributed(device, config.needs_group) as device, ExitStack() as at_end, StopSignals() as signals:
         check_trackers(config.trackers)
         task, held_out = load_tasks(config)
         check_shares(config, held_out)
@@ -95,22 +98,30 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
                 log.note(f"evaluation has {len(held_out.problems)} held-out problems, all that there are")
             if plain_head(learner.policy) is None:
                 log.note("the policy's head is more than a matrix: its loss goes through whole logits of a micro-batch")
-            run_phases(learner, held_out, config, folder, log, last_phase)
+            run_phases(learner, held_out, config, folder, log, last_phase, signals)
             learner.export(folder)
             if last_phase == "vapo":
                 log.summary(summary_rows(learner.before, learner.after, config, log.progress.elapsed))
     return learner.after
 
 
-def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path, log: RunLog, last_phase: str) -> None:
+def run_phases(
+    learner: Learner,
+    held_out: HeldOut,
+    config: Config,
+    folder: Path,
+    log: RunLog,
+    last_phase: str,
+    signals: StopSignals,
+) -> None:
     """Take the phases that are still to do, one after the other."""
-    for step in steps(learner, "warm_start", config.warm_start_steps, config, folder):
+    for step in steps(learner, "warm_start", config.warm_start_steps, config, folder, signals):
         record("warm_start", step, warm_start_step(learner, step, config), log)
     if not learner.before:
         learner.before = learner.after = held_out_metrics(learner, held_out, config)
 
     if config.pretrains_values:
-        for step in steps(learner, "value_pretraining", config.pretraining_steps, config, folder):
+        for step in steps(learner, "value_pretraining", config.pretraining_steps, config, folder, signals):
             report = pretraining_step(learner, step, config)
             record("value_pretraining", step, report, log)
             explained = report.metrics["critic/pretrain/vf_explained_var"]
@@ -129,7 +140,7 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
     log.progress.total_steps = log.progress.steps_done + config.steps - learner.steps_of("vapo")
     if learner.phase != "vapo":
         log.log("vapo", 0, learner.before)
-    for step in steps(learner, "vapo", config.steps, config, folder):
+    for step in steps(learner, "vapo", config.steps, config, folder, signals):
         report = vapo_step(learner, step, config)
         if step % config.eval_every == 0 or step == config.steps:
             learner.after = held_out_metrics(learner, held_out, config)
@@ -144,7 +155,9 @@ def run_phases(learner: Learner, held_out: HeldOut, config: Config, folder: Path
             )
 
 
-def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path) -> Iterator[int]:
+def steps(
+    learner: Learner, phase: str, count: int, config: Config, folder: Path, signals: StopSignals
+) -> Iterator[int]:
     """Number the steps of a phase that are still to do, from 1.
 
     A phase ends early where the learner's ``phase_is_over`` is set. Checkpoints follow each
@@ -153,6 +166,7 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
     Raises:
         FloatingPointError: After ``max_skipped_steps`` optimiser steps in a row that were skipped. The models are as
             before these steps, the data after them: a resumed run gets other batches.
+        RunStopped: After a signal, once the step has its checkpoint.
     """
     if learner.is_past(phase) or not count:
         return
@@ -164,13 +178,17 @@ def steps(learner: Learner, phase: str, count: int, config: Config, folder: Path
         yield step
         learner.step = step
         broken = [name for name, in_a_row in learner.skips.items() if in_a_row >= config.max_skipped_steps]
-        if broken or learner.phase_is_over or step % config.checkpoint_every == 0 or step == count:
+        stopped = signals.on_any_rank()
+        if stopped or broken or learner.phase_is_over or step % config.checkpoint_every == 0 or step == count:
             learner.save(folder, config)
         if broken:
             raise FloatingPointError(
                 f"{config.max_skipped_steps} optimiser steps of the {broken[0]} in a row were skipped, without a finite"
                 f" loss and gradient; the checkpoint of {phase}, step {step}, has the models as they were before them"
             )
+        if stopped:
+            name = signal.Signals(stopped).name
+            raise RunStopped(stopped, f"stopped by {name} after step {step} of {PHASES[phase]}, with a checkpoint")
         if learner.phase_is_over:
             return
 

@@ -15,17 +15,9 @@ from vapo.cli import main
 from vapo.tasks import load_task
 
 
-def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings):
-    folder = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "vapo",
-        "train",
-        "--out",
-        str(folder),
-        *options(small_settings | {"steps": 100_000}),
-    ]
+def stopped_run(folder, settings, numbers):
+    """Start a run, send it the signals one after the other in its RL phase; exit status and what it said at last."""
+    command = [sys.executable, "-m", "vapo", "train", "--out", str(folder), *options(settings | {"steps": 100_000})]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -40,18 +32,46 @@ def test_ctrl_c_keeps_the_record_and_ends_in_a_sentence(tmp_path, small_settings
         samples = folder / "samples.jsonl"
         while process.poll() is None and not (samples.exists() and samples.read_text().count("\n") >= 2):
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        for number in numbers:
+            process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    expected = f"vapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint"
-    assert errors.strip().splitlines()[-1] == expected
+    return process.returncode, errors.strip().splitlines()[-1]
+
+
+def recorded(folder):
+    """The lines of metrics.jsonl without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["phase"] == "vapo"
+    return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_bit(tmp_path, small_settings, number, status):
+    folder, settings = tmp_path / "run", small_settings | {"checkpoint_every": 100_000}
+    code, said = stopped_run(folder, settings, [number])
+    step = recorded(folder)[-1]["step"]
+    assert (code, said) == (
+        status,
+        f"vapo: stopped by {number.name} after step {step} of VAPO, with a checkpoint; `vapo train --resume {folder}`"
+        " goes on",
+    )
     assert (folder / "curves.png").stat().st_size > 0
-    assert (folder / "config.json").is_file()
+    assert main(["train", "--resume", str(folder), "--steps", str(step + 2)]) == 0
+    whole = ["train", "--out", str(tmp_path / "whole"), *options(settings | {"steps": step + 2})]
+    assert main(whole) == 0
+    assert recorded(folder) == recorded(tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, small_settings):
+    folder = tmp_path / "run"
+    # Prompts enough for a step that takes longer than two signals.
+    slow = small_settings | {"num_prompts": 64, "group_size": 8}
+    code, said = stopped_run(folder, slow, [signal.SIGINT, signal.SIGTERM])
+    assert code == 130
+    assert said == f"vapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint"
+    assert recorded(folder)[-1]["phase"] == "vapo"
 
 
 @pytest.fixture
