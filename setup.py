@@ -18,7 +18,7 @@ setup(
     extras_require={
         "train": [
             *("transformers>=5.16,<5.40", "tokenizers", "safetensors"),
-            *("pydantic>=2.12", "tyro", "rich", "matplotlib"),
+            *("pydantic>=2.12", "pyyaml", "tyro", "rich", "matplotlib"),
         ],
         "flash": ["flash-attn"],
         "vllm": ["vllm"],

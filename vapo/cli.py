@@ -17,6 +17,7 @@ import tyro
 
 from vapo.config import Config
 from vapo.presets import PRESETS, preset, refuse_ineffective
+from vapo.settings_file import read_settings_file
 
 USAGE = """usage: vapo COMMAND [options]
 
@@ -52,6 +53,9 @@ class Train(TypedDict, total=False):
 
     preset: Literal[tuple(PRESETS)]
     """The algorithm; "vapo" if left out. Options given with it override its settings."""
+    config: str
+    """File of settings, YAML or JSON: fields of this list by their names in Python, and perhaps "preset". Options given
+    with it override its settings. A run's config.json will do."""
     out: str
     """Folder of the run, new or empty; a new one in runs/ if left out."""
     resume: str
@@ -64,6 +68,7 @@ class Train(TypedDict, total=False):
 
 class _First(TypedDict, total=False):
     preset: Literal[tuple(PRESETS)]
+    config: str
     task: str
     model: str
 
@@ -210,15 +215,25 @@ def _read_train(command: str, arguments: list[str]) -> tuple[Train, Config]:
     """Read the options of a command that trains; preset, task and model determine the defaults of all others."""
     prog = f"vapo {command}"
     first, _ = tyro.cli(_First, prog=prog, args=arguments, add_help=False, return_unknown_args=True)
-    algorithm = first.pop("preset", "vapo")
-    defaults = asdict(preset(algorithm, **first))
+    file = first.pop("config", None)
+    from_file = read_settings_file(file) if file else {}
+    algorithm = first.pop("preset", from_file.pop("preset", "vapo"))
+    defaults = asdict(_preset(algorithm, file, from_file, **first))
     options, given = _parse(Train, _settings(list(defaults), defaults), prog, arguments)
     last_phase = LAST_PHASES[command]
     if "resume" not in options:
-        return options, preset(algorithm, last_phase=last_phase, **given)
-    if "preset" in options or "out" in options:
-        raise ValueError("--resume takes the run's own preset and folder; got --preset or --out with it")
+        return options | {"preset": algorithm}, _preset(algorithm, file, from_file, last_phase=last_phase, **given)
+    if options.keys() & {"preset", "out", "config"}:
+        raise ValueError("--resume takes the run's own settings and folder; got --preset, --config or --out with it")
     return options, _resumed_config(Path(options["resume"]), given, last_phase)
+
+
+def _preset(algorithm: str, file: str | None, from_file: dict[str, object], **given: object) -> Config:
+    """`preset`; where a file was read, an error says so."""
+    try:
+        return preset(algorithm, from_file=from_file, **given)
+    except ValueError as error:
+        raise ValueError(f"{error} (with the settings of {file})" if file else str(error)) from None
 
 
 def _parse(command: type, settings: type, prog: str, arguments: list[str]) -> tuple[dict[str, Any], dict[str, object]]:
@@ -281,6 +296,6 @@ def _run_folder(options: Train, config: Config) -> Path:
             raise ValueError(f"--out must be a new or an empty folder; got {folder}, which exists")
         return folder
     task = Path(config.task.partition(",")[0]).stem.replace("reasoning-gym:", "")
-    stem = f"{task}-{options.get('preset', 'vapo')}-seed{config.seed}"
+    stem = f"{task}-{options['preset']}-seed{config.seed}"
     names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
     return next(Path("runs") / name for name in names if not (Path("runs") / name).exists())

@@ -69,12 +69,16 @@ EMBEDDED_SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def preset(name: str = "vapo", *, last_phase: str = "vapo", **given: object) -> Config:
-    """Build the config of a preset on a task, overridden by the settings given.
+def preset(
+    name: str = "vapo", *, last_phase: str = "vapo", from_file: Mapping[str, object] | None = None, **given: object
+) -> Config:
+    """Build the config of a preset on a task, overridden by the settings of a file, and these by the settings given.
 
     Args:
         name: One of ``PRESETS``.
         last_phase: Where the run ends: "vapo" or "value_pretraining".
+        from_file: Fields of :class:`vapo.config.Config`. It may describe a whole run: those that only later phases use
+            may stand in it, and so may defaults that have no effect.
         given: Fields of :class:`vapo.config.Config`, ``task`` among them.
 
     Raises:
@@ -89,12 +93,16 @@ def preset(name: str = "vapo", *, last_phase: str = "vapo", **given: object) -> 
     """
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
-    sizes = EMBEDDED_SIZES.get(given.get("task", Config.task), {}) if given.get("model", Config.model) == "tiny" else {}
-    config = Config(**sizes | PRESETS[name] | given)
+    both = {**(from_file or {}), **given}
+    sizes = EMBEDDED_SIZES.get(both.get("task", Config.task), {}) if both.get("model", Config.model) == "tiny" else {}
+    config = Config(**sizes | PRESETS[name] | both)
     refuse_ineffective(config, given, last_phase=last_phase)
+    defaults = sizes | PRESETS[name]
+    changed = {k: v for k, v in both.items() if v not in (getattr(Config, k), defaults.get(k))}
+    refuse_ineffective(config, changed)
     # A size of the task that nothing uses falls back to its default, so that what is shown is what holds.
     used = {field: value for field, value in sizes.items() if has_effect(config, field)}
-    return Config(**used | PRESETS[name] | given)
+    return Config(**used | PRESETS[name] | both)
 
 
 class Rule(NamedTuple):

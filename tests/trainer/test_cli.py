@@ -273,7 +273,7 @@ def test_every_field_that_would_change_is_named(earlier_run, capsys):
 def test_resume_takes_no_other_preset_or_folder(earlier_run, runs, capsys, extra):
     folder, _ = earlier_run
     assert main(["train", "--resume", str(folder), *extra]) == 2
-    expected = "--resume takes the run's own preset and folder; got --preset or --out with it"
+    expected = "--resume takes the run's own settings and folder; got --preset, --config or --out with it"
     assert capsys.readouterr().err == f"vapo: {expected}\n"
     assert runs == []
 
