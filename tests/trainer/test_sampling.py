@@ -122,11 +122,16 @@ def exact_distribution(policy, prompt, sampling):
     ("engine", "changes"),
     [
         *itertools.product(("loop", "generate"), ({}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.7}, ALL_THREE)),
+        *itertools.product(("large vocabulary",), ({}, {"top_k": 2}, ALL_THREE)),
         ("continuous", ALL_THREE),
     ],
     ids=str,
 )
-def test_responses_follow_the_exact_distribution(engine, changes):
+def test_responses_follow_the_exact_distribution(engine, changes, monkeypatch):
+    if engine == "large vocabulary":
+        monkeypatch.setattr("vapo.rollout.loop.LARGE_VOCABULARY", 1)
+        monkeypatch.setattr("vapo.rollout.loop.BLOCK", 4)
+        engine = "loop"
     policy = tiny_model("llama", vocab_size=6, initializer_range=0.12)
     sampling, prompts = Sampling(3, (1,), **changes), [torch.tensor([3, 2, 5]), torch.tensor([4])]
     draws = 1500
@@ -147,6 +152,15 @@ def test_responses_follow_the_exact_distribution(engine, changes):
         assert freedom >= 3
         assert chi_squared < freedom + 4.5 * math.sqrt(2 * freedom) + 5
         assert len({response for response, count in counts.items() if count}) > len(often) / 2
+
+
+@pytest.mark.parametrize("limit", [1, VOCABULARY + 1])
+def test_nan_logits_are_an_error(limit, monkeypatch):
+    monkeypatch.setattr("vapo.rollout.loop.LARGE_VOCABULARY", limit)
+    policy = tiny_model("llama")
+    policy.get_output_embeddings().weight.data[3] = math.nan
+    with pytest.raises(RuntimeError, match="nan"):
+        draw("loop", policy, PROMPTS, Sampling(2, STOPS), generator=seeded())
 
 
 @pytest.mark.parametrize("engine", ["loop", "generate"])

@@ -16,6 +16,9 @@ from vapo.types import Response
 if TYPE_CHECKING:
     from vapo.rollout.sampling import Sampling
 
+# From this vocabulary on a CPU's multinomial, with a random number for each entry, is slower than inverting the CDF.
+LARGE_VOCABULARY, BLOCK = 4096, 64
+
 
 def sample_in_loop(
     policy: PreTrainedModel,
@@ -94,5 +97,32 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | Non
         cuts.append(TopPLogitsWarper(sampling.top_p))
     scores = cuts(None, logits / sampling.temperature)
     probabilities = scores.softmax(-1)
-    token = torch.multinomial(probabilities, 1, generator=generator)
+    token = _sample(probabilities, generator)
     return token.squeeze(1), probabilities.gather(1, token).squeeze(1)
+
+
+def _sample(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A token of each row of ``probabilities`` [B, V], [B, 1] int64.
+
+    On a CPU the CDF of a large vocabulary is inverted, over blocks and then inside the block that is found.
+    """
+    num_rows, num_tokens = probabilities.shape
+    if probabilities.device.type != "cpu" or num_tokens < LARGE_VOCABULARY:
+        return torch.multinomial(probabilities, 1, generator=generator)
+    blocks = pad(probabilities, (0, -num_tokens % BLOCK)).view(num_rows, -1, BLOCK)
+    ends = blocks.sum(2).cumsum(1, dtype=torch.float64)
+    if not bool(ends[:, -1].isfinite().all()):
+        raise RuntimeError("the probabilities of the next token must be finite; got nan or inf")
+    u = torch.rand((num_rows, 1), generator=generator, dtype=torch.float64) * ends[:, -1:]
+    block = _first_above(ends, u)
+    inside = blocks[torch.arange(num_rows), block.squeeze(1)].cumsum(1, dtype=torch.float64)
+    return block * BLOCK + _first_above(inside, u - pad(ends, (1, 0)).gather(1, block))
+
+
+def _first_above(cdf: Tensor, u: Tensor) -> Tensor:
+    """First entry in each row of ``cdf`` [B, n] above ``u`` [B, 1], or above the largest number below the row's total.
+
+    Such an entry is larger than the one before it: what has probability 0 is never found.
+    """
+    total = cdf[:, -1:]
+    return torch.searchsorted(cdf, torch.minimum(u, total.nextafter(torch.zeros_like(total))), right=True)
