@@ -110,6 +110,9 @@ class Config:
     "auto": flash attention on a GPU where it is installed, else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more compute."""
+    shard_ranks: NonNegativeInt = 0
+    """Ranks that hold one copy of each model together, such as the GPUs of a node; more ranks hold replicas. It divides
+    the number of ranks; 0: all ranks. Affects memory and speed, and results by rounding only."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
     """Most tokens in a forward pass, padding included; affects memory and speed, and results by rounding only. "auto":
     what fits into a GPU's free memory, 16,384 on a CPU."""

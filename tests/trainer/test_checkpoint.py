@@ -53,10 +53,11 @@ def step(model: nn.Module, optimizer: AdamW) -> None:
 
 
 def learners(seed: int, *, steps: int = 0, lr: float = 0.01) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A policy whose optimiser has taken ``steps`` steps, a critic whose optimiser none."""
-    models = {"policy": Model(seed), "critic": Model(seed + 1)}
+    """A policy whose optimiser has taken ``steps`` steps, a critic whose optimiser none; four ranks shard in pairs."""
+    models, cpu = {"policy": Model(seed), "critic": Model(seed + 1)}, torch.device("cpu")
+    mesh = sharding.device_mesh(cpu, 2 if sharding.world_size() == 4 else 0)
     for model in models.values():
-        sharding.shard(model, torch.float32, torch.device("cpu"))
+        sharding.shard(model, torch.float32, cpu, mesh=mesh)
     optimizers = {name: AdamW(model.parameters(), lr=lr) for name, model in models.items()}
     for _ in range(steps):
         step(models["policy"], optimizers["policy"])
@@ -134,7 +135,7 @@ def load_on_rank(run: str) -> dict[str, Any]:
     return contents(models, optimizers)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3), (4, 1), (2, 4)])
 def test_another_number_of_ranks_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
     """One stands for a process without a group."""
 

@@ -237,6 +237,7 @@ CHANGES = {
     "micro_batch_tokens": 99,
     "rollout_batch_size": 8,
     "gradient_checkpointing": True,
+    "shard_ranks": 2,
 }
 
 

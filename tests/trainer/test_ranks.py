@@ -145,13 +145,14 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
     return {name: each for name, each in metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
-def every_step() -> dict[str, dict[str, Any]]:
+def every_step(shard_ranks: int = 0) -> dict[str, dict[str, Any]]:
     """One step of every kind on the same data: its metrics and the weights it leaves."""
     make_lively(pytest.MonkeyPatch())
     vapo.learning.step.collect = vapo.learning.value_pretraining.collect = share_of_fixed_groups
     found: dict[str, dict[str, Any]] = {}
+    settings = SETTINGS | {"shard_ranks": shard_ranks}
     for name, changes in CASES.items():
-        config = Config(**SETTINGS | changes)
+        config = Config(**settings | changes)
         learner = learner_in("vapo", config)
         before = gradients(learner, config)
         report = vapo_step(learner, 1, config)
@@ -160,7 +161,7 @@ def every_step() -> dict[str, dict[str, Any]]:
         # Each rank's verifier failed once.
         assert metrics.pop("reward/errors") == sharding.world_size()
         found[name] = before | untimed(metrics) | weights_of(learner)
-    config = Config(**SETTINGS)
+    config = Config(**settings)
     learner = learner_in("value_pretraining", config)
     found["value_pretraining"] = pretraining_step(learner, 2, config).metrics | weights_of(learner)
     learner = learner_in("warm_start", config)
@@ -199,9 +200,9 @@ def in_one_process(lively_runs: None) -> dict[str, dict[str, Any]]:
         return every_step()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_step_as_one_process_does(in_one_process, num_ranks):
-    for each in run_on_ranks(num_ranks, every_step):
+@pytest.mark.parametrize(("num_ranks", "shard_ranks"), [(1, 0), (2, 0), (3, 0), (4, 2)])
+def test_ranks_step_as_one_process_does(in_one_process, num_ranks, shard_ranks):
+    for each in run_on_ranks(num_ranks, every_step, shard_ranks):
         assert_close(each, in_one_process)
 
 
@@ -259,6 +260,23 @@ def test_whole_runs_on_two_ranks_and_between(tmp_path):
     # One process went on with the weights of two ranks: after a step of almost no length they are the same.
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "policy").state_dict()
     assert_close(after, before)
+
+
+def run_in_pairs(folder: Path, config: Config) -> None:
+    make_lively(pytest.MonkeyPatch())
+    train(config, folder)
+
+
+def test_one_process_goes_on_with_a_run_of_four_ranks_that_sharded_in_pairs(tmp_path):
+    config = Config(**SETTINGS | {"shard_ranks": 2, "steps": 1})
+    run_on_ranks(4, run_in_pairs, tmp_path, config)
+    assert_lively(tmp_path)
+    before = load_file(tmp_path / "policy" / "model.safetensors")
+    with pytest.raises(ValueError, match="shard_ranks must divide the number of ranks, 1; got 2"):
+        train(config, tmp_path, resume=True)
+    train(replace(config, shard_ranks=0, steps=2, actor_lr=1e-12), tmp_path, resume=True)
+    assert logged_steps(tmp_path) == whole_run(2)
+    assert_close(load_file(tmp_path / "policy" / "model.safetensors"), before)
 
 
 def test_torchrun_writes_one_run_and_one_process_goes_on_with_it(tmp_path, capsys, monkeypatch):

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 VOCAB, ROWS, WIDTH = 23, 6, 9
 NUM_TOKENS = ROWS * (WIDTH - 1)
 # Rows of each rank, by the number of ranks: not the same number, and none for one.
-SHARES = {1: [6], 2: [2, 4], 3: [2, 0, 4]}
+SHARES = {1: [6], 2: [2, 4], 3: [2, 0, 4], 4: [2, 0, 1, 3]}
 
 
 def build(kind: str) -> PreTrainedModel:
@@ -76,12 +76,15 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(kind: str, checkpointing: bool = False) -> dict[str, Any]:
-    """Two optimiser steps; the gradients of the first, the norms and the weights after the second."""
+def train(kind: str, checkpointing: bool = False, shard_ranks: int = 0) -> dict[str, Any]:
+    """Two optimiser steps; the gradients of the first, the norms, and the weights after the second.
+
+    "copies" is how often all ranks together hold the model, 1 where it is not sharded.
+    """
     model = build(kind)
     if checkpointing:
         set_gradient_checkpointing(model, True)
-    sharding.shard(model, torch.float32, CPU)
+    sharding.shard(model, torch.float32, CPU, mesh=sharding.device_mesh(CPU, shard_ranks))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     gradients, norms = {}, []
     for _ in range(2):
@@ -91,15 +94,23 @@ def train(kind: str, checkpointing: bool = False) -> dict[str, Any]:
         norms.append(sharding.clip_grad_norm(model, 0.1))
         optimizer.step()
         optimizer.zero_grad()
-    return {"gradients": gradients, "norms": norms, "weights": sharding.full_state_dict(model)}
+    held = sum((each.to_local() if hasattr(each, "to_local") else each).numel() for each in model.parameters())
+    return {
+        "gradients": gradients,
+        "norms": norms,
+        "parameters": {name: whole(each).detach() for name, each in model.named_parameters()},
+        "weights": sharding.full_state_dict(model),
+        "copies": int(sharding.sum_over_ranks(torch.tensor(held))) / model.num_parameters(),
+    }
 
 
 def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def train_all() -> dict[str, dict[str, Any]]:
-    return {kind: train(kind) for kind in BODIES} | {"checkpointed": train("tied", checkpointing=True)}
+def train_all(shard_ranks: int = 0) -> dict[str, dict[str, Any]]:
+    found = {kind: train(kind, shard_ranks=shard_ranks) for kind in BODIES}
+    return found | {"checkpointed": train("tied", checkpointing=True, shard_ranks=shard_ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +119,21 @@ def in_one_process() -> dict[str, dict[str, Any]]:
     return train_all()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_step_as_one_process_does(in_one_process: dict[str, dict[str, Any]], num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "shard_ranks"), [(1, 0), (2, 0), (3, 0), (2, 1), (4, 2)])
+def test_ranks_step_as_one_process_does(
+    in_one_process: dict[str, dict[str, Any]], num_ranks: int, shard_ranks: int
+) -> None:
     assert_close(in_one_process["checkpointed"], in_one_process["tied"])
-    for rank, found in enumerate(run_on_ranks(num_ranks, train_all)):
+    copies = num_ranks / (shard_ranks or num_ranks)
+    on_ranks = run_on_ranks(num_ranks, train_all, shard_ranks)
+    for rank, found in enumerate(on_ranks):
         for kind, expected in in_one_process.items():
             # Exports are rank 0's.
             weights = {} if rank else expected["weights"]
-            assert_close(found[kind], expected | {"weights": weights})
+            assert_close(found[kind], expected | {"weights": weights, "copies": copies})
+            # Replicas do not drift apart.
+            for name in ("gradients", "parameters"):
+                torch.testing.assert_close(found[kind][name], on_ranks[0][kind][name], rtol=0, atol=0)
             assert min(expected["norms"]) > 0.1, "nothing was clipped"
 
 
@@ -342,3 +360,5 @@ def test_rejects_bad_input() -> None:
         pytest.raises(ValueError, match=r"parameters that train must be float32 to be sharded; got torch\.bfloat16"),
     ):
         sharding.shard(build("tied").bfloat16(), torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="shard_ranks must divide the number of ranks, 1; got 2"):
+        sharding.device_mesh(CPU, 2)

@@ -19,7 +19,7 @@ from vapo.config import Config
 from vapo.models.auto import resolve_auto
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
 from vapo.models.load import critic_from_policy, load_critic, load_policy, max_positions, plain_head, value_head
-from vapo.models.sharding import full_state_dict, gather_objects, rank, shard, world_size
+from vapo.models.sharding import device_mesh, full_state_dict, gather_objects, rank, shard, world_size
 from vapo.rollout.sampling import Sampling, sampling_of, with_engine
 from vapo.tasks import Task
 from vapo.types import PHASES
@@ -187,6 +187,7 @@ class Learner:
 
 def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     """Load or build the models that a run needs, place them and, with several ranks, shard them."""
+    mesh = device_mesh(device, config.shard_ranks)
     config, _ = resolve_auto(config, device)
     if config.used_importance_cap and config.engine == "transformers" and device.type == "cpu":
         raise ValueError(
@@ -209,7 +210,7 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     for model in learner.models.values():
         if model is not critic:
             plain_head(model)
-        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None)
+        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None, mesh=mesh)
     learner.sampling = with_engine(learner.sampling, policy, config)
     return learner
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 # Ranks wait for the responses and verifiers of the slowest one, much longer than torch's default.
@@ -59,7 +59,40 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, exact: nn.Module | None = None) -> None:
+def device_mesh(device: torch.device, shard_ranks: int = 0) -> DeviceMesh | None:
+    """The ranks as FSDP2 lays them out: one row that shards, or with ``shard_ranks`` replicas of such rows (HSDP).
+
+    Rows are consecutive ranks, which torchrun puts on one node as far as they fit. Models of one run share a mesh, and
+    with it its communicators.
+
+    Args:
+        device: Where the shards will be.
+        shard_ranks: Ranks that hold one copy of a model together; 0: all.
+
+    Returns:
+        The mesh; None without a process group.
+
+    Raises:
+        ValueError: If ``shard_ranks`` does not divide the number of ranks.
+    """
+    if shard_ranks and world_size() % shard_ranks:
+        raise ValueError(f"shard_ranks must divide the number of ranks, {world_size()}; got {shard_ranks}")
+    if not dist.is_initialized():
+        return None
+    if shard_ranks in (0, world_size()):
+        return init_device_mesh(device.type, (world_size(),))
+    return init_device_mesh(
+        device.type, (world_size() // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def shard(
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    exact: nn.Module | None = None,
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Shard the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
 
     Parameters, gradients and optimiser states are float32 shards (DTensors). Gradients are summed, not averaged, over
@@ -72,6 +105,7 @@ def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, ex
         compute_dtype: Dtype in which the layers compute; parameters are cast to it when they are gathered.
         device: Where the shards go; a model that is still on the CPU goes there a layer at a time.
         exact: A module whose parameters stay float32 when they are gathered, such as a scalar head.
+        mesh: From :func:`device_mesh`; None: all ranks share one copy.
 
     Raises:
         ValueError: If a parameter that trains is not float32, or torch is too old.
@@ -90,7 +124,7 @@ def shard(model: nn.Module, compute_dtype: torch.dtype, device: torch.device, ex
     if compute_dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # Without a mesh FSDP2 takes the accelerator that there is, whatever the device.
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = mesh or device_mesh(device)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     if exact is not None:
