@@ -270,7 +270,7 @@ def run_in_pairs(folder: Path, config: Config) -> None:
 def test_one_process_goes_on_with_a_run_of_four_ranks_that_sharded_in_pairs(tmp_path):
     config = Config(**SETTINGS | {"shard_ranks": 2, "steps": 1})
     run_on_ranks(4, run_in_pairs, tmp_path, config)
-    assert_lively(tmp_path)
+    assert lines_without_times(tmp_path)[-1]["actor/grad_norm"] > 0
     before = load_file(tmp_path / "policy" / "model.safetensors")
     with pytest.raises(ValueError, match="shard_ranks must divide the number of ranks, 1; got 2"):
         train(config, tmp_path, resume=True)
