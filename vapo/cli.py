@@ -63,7 +63,8 @@ class Train(TypedDict, total=False):
     record, trackers, device, threads, memory (micro-batches, rollout batches, gradient checkpointing), the time limit
     of verifiers and the number of skipped steps may be given anew."""
     dry_run: bool
-    """Print the resolved settings as JSON and stop."""
+    """Check that data, models, trackers and packages are there, without reading weights; print the settings as JSON
+    and, to stderr, the memory that each rank needs; and stop."""
 
 
 class _First(TypedDict, total=False):
@@ -135,8 +136,7 @@ def _train(command: str, arguments: list[str]) -> int:
     if last_phase == "value_pretraining" and not config.pretrains_values:
         raise ValueError("pretrain-value needs a critic and value_pretraining; the preset or the options switch it off")
     if options.get("dry_run"):
-        print(json.dumps(asdict(config), indent=2), flush=True)
-        return 0
+        return _dry_run(config, last_phase)
     # Idle OpenMP threads that spin halve the speed of a machine with other work; must be set before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from transformers.utils import logging
@@ -153,6 +153,17 @@ def _train(command: str, arguments: list[str]) -> int:
         if rank() == 0:
             print(f"run folder: {folder}", flush=True)
         return _run(config, folder, resume="resume" in options, last_phase=last_phase)
+
+
+def _dry_run(config: Config, last_phase: str) -> int:
+    from vapo.models.memory import memory_table
+    from vapo.trainer import check_run
+
+    parts = check_run(config, ranks=int(os.environ.get("WORLD_SIZE", 1)), last_phase=last_phase)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(asdict(config), indent=2), flush=True)
+        print(memory_table(parts), file=sys.stderr)
+    return 0
 
 
 def _run(config: Config, folder: Path, *, resume: bool, last_phase: str) -> int:

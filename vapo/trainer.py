@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +15,23 @@ import torch
 
 from vapo.config import Config
 from vapo.evaluation import evaluate
-from vapo.learning.learner import HELD_OUT_SEED, Learner, choose_device, export, make_learner, seed_for
+from vapo.learning.learner import (
+    HELD_OUT_SEED,
+    Learner,
+    check_engine,
+    check_models,
+    choose_device,
+    export,
+    make_learner,
+    seed_for,
+)
 from vapo.learning.step import small_lambda_warning, vapo_step
 from vapo.learning.value_pretraining import pretraining_step
 from vapo.learning.warm_start import warm_start_step
 from vapo.models.auto import micro_batch_tokens, resolve_auto
 from vapo.models.checkpoint import latest_checkpoint
 from vapo.models.load import plain_head
+from vapo.models.memory import Part, memory_of, models_without_weights
 from vapo.models.sharding import distributed, rank, world_size
 from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers
@@ -68,7 +79,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
     with distributed(device, config.needs_group) as device, ExitStack() as at_end, StopSignals() as signals:
         check_trackers(config.trackers)
         task, held_out = load_tasks(config)
-        check_shares(config, held_out)
+        check_shares(config, held_out, world_size())
         learner = make_learner(config, task, device)
         at_end.callback(learner.close)
         if config.micro_batch_tokens == "auto" and device.type == "cuda":
@@ -103,6 +114,37 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
             if last_phase == "vapo":
                 log.summary(summary_rows(learner.before, learner.after, config, log.progress.elapsed))
     return learner.after
+
+
+def check_run(config: Config, *, ranks: int, last_phase: str = "vapo") -> list[Part]:
+    """Find out whether a run could start, without reading weights: its data, models, trackers and packages.
+
+    Args:
+        config: Every setting.
+        ranks: Processes of the run.
+        last_phase: As for :func:`train`.
+
+    Returns:
+        The memory that each rank needs; see :func:`vapo.models.memory.memory_of`.
+
+    Raises:
+        ValueError: As :func:`train`, but for what only the weights show.
+    """
+    device = choose_device(config)
+    config, _ = resolve_auto(config, device)
+    config = replace(config, device=device.type)
+    check_engine(config, device)
+    if config.engine == "vllm" and not find_spec("vllm"):
+        raise ValueError("engine 'vllm' needs the extra vllm: pip install 'vapo[vllm]'")
+    if config.shard_ranks and ranks % config.shard_ranks:
+        raise ValueError(f"shard_ranks must divide the number of ranks, {ranks}; got {config.shard_ranks}")
+    check_trackers(config.trackers)
+    task, held_out = load_tasks(config)
+    check_shares(config, held_out, ranks)
+    policy, critic, tokenizer = models_without_weights(config, task)
+    check_models(config, policy, critic, tokenizer)
+    check_prompts(policy, tokenizer, [*getattr(task, "rows", ()), *held_out.problems], config.max_new_tokens)
+    return memory_of(config, policy, critic, ranks=ranks, last_phase=last_phase)
 
 
 def run_phases(
@@ -193,7 +235,7 @@ def steps(
             return
 
 
-def check_shares(config: Config, held_out: HeldOut) -> None:
+def check_shares(config: Config, held_out: HeldOut, ranks: int) -> None:
     """Refuse a run in which a rank would have nothing to do.
 
     Raises:
@@ -207,8 +249,8 @@ def check_shares(config: Config, held_out: HeldOut) -> None:
         config.pretraining_prompts // config.pretraining_mini_batches
     )
     for name, count in counts.items():
-        if count < world_size():
-            raise ValueError(f"{name} must be >= the number of ranks, {world_size()}; got {count}")
+        if count < ranks:
+            raise ValueError(f"{name} must be >= the number of ranks, {ranks}; got {count}")
 
 
 def load_tasks(config: Config) -> tuple[Task, HeldOut]:

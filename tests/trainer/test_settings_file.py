@@ -25,7 +25,7 @@ def plain(config):
     [
         ("actor_lr: 1e-6\nalpha: .5\nseed: 3", {"actor_lr": 1e-6, "alpha": 0.5, "seed": 3}),
         ("critic_lr: 2E+1\nclip_high: 1e22", {"critic_lr": 20.0, "clip_high": 1e22}),
-        ("stop: ['#', a]\ntrackers: [tensorboard]", {"stop": ("#", "a"), "trackers": ("tensorboard",)}),
+        ("stop: ['#', '=']\ntrackers: [tensorboard]", {"stop": ("#", "="), "trackers": ("tensorboard",)}),
         ("positive_nll: false\nvalue_clip: null\ntask: knights-knaves", None),
         (json.dumps({"actor_lr": 1e-06, "gamma": 1.0, "steps": 7}), {"actor_lr": 1e-6, "gamma": 1.0, "steps": 7}),
     ],

@@ -290,13 +290,12 @@ def test_a_verifier_that_fails_is_told_of_and_does_not_end_the_run(small_config,
         ({"pretraining_mini_batches": 2}, 4, "pretraining_prompts / pretraining_mini_batches", 1),
     ],
 )
-def test_a_rank_without_work_is_refused(small_config, monkeypatch, changes, num_held_out, name, got):
-    def check(count, **changes):
+def test_a_rank_without_work_is_refused(small_config, changes, num_held_out, name, got):
+    def check(count, ranks=3, **changes):
         enough = {"num_prompts": 3, "pretraining_prompts": 3, "pretraining_mini_batches": 1, "warm_start_batch": 3}
-        check_shares(replace(small_config, **enough | changes), HeldOut(None, [Problem("", "")] * count))
+        check_shares(replace(small_config, **enough | changes), HeldOut(None, [Problem("", "")] * count), ranks)
 
-    check(1, **changes)
-    monkeypatch.setattr(vapo.trainer, "world_size", lambda: 3)
+    check(1, ranks=1, **changes)
     check(3)
     with pytest.raises(ValueError) as error:
         check(num_held_out, **changes)

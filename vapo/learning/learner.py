@@ -18,7 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vapo.config import Config
 from vapo.models.auto import resolve_auto
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
-from vapo.models.load import critic_from_policy, load_critic, load_policy, max_positions, plain_head, value_head
+from vapo.models.load import (
+    critic_from_policy,
+    load_critic,
+    load_policy,
+    max_positions,
+    plain_head,
+    stop_token_ids,
+    value_head,
+)
 from vapo.models.sharding import device_mesh, full_state_dict, gather_objects, rank, shard, world_size
 from vapo.rollout.sampling import Sampling, sampling_of, with_engine
 from vapo.tasks import Task
@@ -189,21 +197,13 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
     """Load or build the models that a run needs, place them and, with several ranks, shard them."""
     mesh = device_mesh(device, config.shard_ranks)
     config, _ = resolve_auto(config, device)
-    if config.used_importance_cap and config.engine == "transformers" and device.type == "cpu":
-        raise ValueError(
-            "importance_cap must be auto or None with engine transformers on a CPU, which tells no log-probs;"
-            f" got {config.importance_cap}"
-        )
+    check_engine(config, device)
     options = {"attention": config.attention, "gradient_checkpointing": config.gradient_checkpointing}
     policy, tokenizer = load_policy(config.model, task, seed=seed_for("init", config.seed), **options)
-    if config.max_new_tokens >= max_positions(policy):
-        raise ValueError(
-            f"max_new_tokens must be below the model's {max_positions(policy)} positions; got {config.max_new_tokens}"
-        )
     critic = reference = None
     if config.has_critic:
         critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
-        check_vocabulary(critic, policy)
+    check_models(config, policy, critic, tokenizer)
     if config.has_reference:
         reference = copy.deepcopy(policy).requires_grad_(False)
     learner = Learner(policy, critic, reference, tokenizer, task, sampling_of(config, policy, tokenizer))
@@ -225,6 +225,38 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not available:
         raise ValueError("device must be auto or cpu where PyTorch sees no GPU; got 'cuda'")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def check_engine(config: Config, device: torch.device) -> None:
+    """Refuse importance weights where the engine tells no log-probs to weigh with.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if config.used_importance_cap and config.engine == "transformers" and device.type == "cpu":
+        raise ValueError(
+            "importance_cap must be auto or None with engine transformers on a CPU, which tells no log-probs;"
+            f" got {config.importance_cap}"
+        )
+
+
+def check_models(
+    config: Config, policy: PreTrainedModel, critic: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that models, with weights or without, fit each other and the settings.
+
+    Raises:
+        ValueError: If the policy has too few positions, a stop string is not one token, or the critic embeds another
+            number of tokens.
+    """
+    if config.max_new_tokens >= max_positions(policy):
+        raise ValueError(
+            f"max_new_tokens must be below the model's {max_positions(policy)} positions; got {config.max_new_tokens}"
+        )
+    if config.stop:
+        stop_token_ids(policy, tokenizer, config.stop)
+    if critic is not None:
+        check_vocabulary(critic, policy)
 
 
 def check_vocabulary(critic: PreTrainedModel, policy: PreTrainedModel) -> None:

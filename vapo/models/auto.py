@@ -74,8 +74,7 @@ def _engine(config: Config, on_gpu: bool) -> tuple[str, str]:
 def micro_batch_tokens(model: PreTrainedConfig, config: Config, free_bytes: int) -> int:
     """Tokens whose activations fit into a share of a GPU's free memory; the same on every rank.
 
-    A token keeps 34 · hidden bytes in each layer, twice that in float32; with gradient checkpointing 2 · hidden (4 in
-    float32) in each layer and 34 · hidden in one of them at a time.
+    A token takes what :func:`activation_bytes` says.
 
     Args:
         model: The larger model's config.
@@ -93,9 +92,21 @@ def micro_batch_tokens(model: PreTrainedConfig, config: Config, free_bytes: int)
         >>> micro_batch_tokens(model, Config(dtype="bfloat16", gradient_checkpointing=True), 80 * 10**9)
         72704
     """
+    tokens = int(ACTIVATION_SHARE * free_bytes) // activation_bytes(model, config)
+    return -max_over_ranks(-max(1, tokens // 1024)) * 1024
+
+
+def activation_bytes(model: PreTrainedConfig, config: Config) -> int:
+    """Bytes that a token's activations take until the backward pass.
+
+    34 · hidden in each layer, twice that in float32; with gradient checkpointing 2 · hidden (4 in float32) in each
+    layer and 34 · hidden (68) in one of them at a time.
+
+    Args:
+        model: The model's config.
+        config: Dtype and gradient checkpointing.
+    """
     model = model.get_text_config()
     layers, width = model.num_hidden_layers, 2 if config.dtype == "bfloat16" else 4
     per_layer = ACTIVATION_BYTES * width // 2
-    units = width * layers + per_layer if config.gradient_checkpointing else per_layer * layers
-    tokens = int(ACTIVATION_SHARE * free_bytes) // (units * model.hidden_size)
-    return -max_over_ranks(-max(1, tokens // 1024)) * 1024
+    return model.hidden_size * (width * layers + per_layer if config.gradient_checkpointing else per_layer * layers)

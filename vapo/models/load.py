@@ -59,11 +59,20 @@ def load_policy(
     else:
         config = _read(AutoConfig.from_pretrained, model)
         policy = _load(AutoModelForCausalLM, model, config, attention)
-        tokenizer = with_pad_token(_read(AutoTokenizer.from_pretrained, model))
+        tokenizer = read_tokenizer(model)
+    check_embeddings(policy, tokenizer)
+    return set_gradient_checkpointing(policy, gradient_checkpointing), tokenizer
+
+
+def check_embeddings(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a policy that embeds fewer tokens than its tokenizer has.
+
+    Raises:
+        ValueError: If it does.
+    """
     rows = policy.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise ValueError(f"the model must embed all {len(tokenizer)} tokens of its tokenizer; got {rows} embeddings")
-    return set_gradient_checkpointing(policy, gradient_checkpointing), tokenizer
 
 
 def tiny_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -119,7 +128,7 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: If the family has no such head.
     """
-    config = _critic_config(policy.config)
+    config = critic_config(policy.config)
     # All random weights of the new model are replaced; making them must not advance the global generator.
     with torch.random.fork_rng(devices=[]):
         critic = AutoModelForTokenClassification.from_config(
@@ -146,21 +155,48 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
         ValueError: If there is no such critic, it has another number of labels, or it lacks weights of its backbone or
             head, which would be random.
     """
-    source = _critic_folder(source)
-    config = _read(AutoConfig.from_pretrained, source)
-    kind = (config.architectures or ["no model class"])[0]
-    if not kind.endswith(("ForTokenClassification", "ForSequenceClassification")) or config.num_labels != 1:
-        raise ValueError(
-            "a critic must be a token or sequence classifier with 1 label;"
-            f" got {kind} with {config.num_labels} in {source}"
-        )
-    config = _critic_config(config)
+    source, config, kind = read_critic_config(source)
     with torch.device("meta"):
         head = _head_name(AutoModelForTokenClassification.from_config(config))
     # Reward models call their head "score" in every family.
     renamed = {r"^score\.": f"{head}."} if kind.endswith("ForSequenceClassification") else {}
     critic = _load(AutoModelForTokenClassification, source, config, attention, renamed, may_lack={f"{head}.bias"})
     return set_gradient_checkpointing(critic, gradient_checkpointing)
+
+
+def read_critic_config(source: str | Path) -> tuple[str | Path, PreTrainedConfig, str]:
+    """Where the critic that `load_critic` loads stands, its config, and the class that its weights were saved from.
+
+    Raises:
+        ValueError: As `load_critic`, but for the weights.
+    """
+    source = _critic_folder(source)
+    config = read_config(source)
+    kind = (config.architectures or ["no model class"])[0]
+    if not kind.endswith(("ForTokenClassification", "ForSequenceClassification")) or config.num_labels != 1:
+        raise ValueError(
+            "a critic must be a token or sequence classifier with 1 label;"
+            f" got {kind} with {config.num_labels} in {source}"
+        )
+    return source, critic_config(config), kind
+
+
+def read_config(source: str | Path) -> PreTrainedConfig:
+    """Read the config.json of a model.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    return _read(AutoConfig.from_pretrained, source)
+
+
+def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer, which has a pad token.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    return with_pad_token(_read(AutoTokenizer.from_pretrained, source))
 
 
 def value_head(critic: PreTrainedModel) -> nn.Linear:
@@ -254,7 +290,12 @@ def _critic_folder(source: str | Path) -> str | Path:
     return source
 
 
-def _critic_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def critic_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a critic on a backbone: one label, a bias, no dropout before the head.
+
+    Raises:
+        ValueError: If the family has no token-classification head.
+    """
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
             "a critic's backbone must be of a family with a token-classification head in transformers;"
