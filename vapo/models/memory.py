@@ -79,9 +79,10 @@ def memory_of(
 ) -> list[Part]:
     """Calculate what a rank holds: first what it holds all the time, then while it samples, then while it updates.
 
-    Let P be the parameters of a model and N the ranks that share them (``shard_ranks``). A model that trains takes 16 P / N bytes and
-    a frozen one 4 P / N; the whole policy while sampling takes w P, where w is the bytes of the dtype. Activations are
-    those of :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits are never whole.
+    Let P be the parameters of a model and N the ranks that share them, ``shard_ranks`` if it is given. A model that
+    trains takes 16 P / N bytes and a frozen one 4 P / N; the whole policy while sampling takes w P, where w is the
+    bytes of the dtype. Activations are those of :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits
+    are never whole.
 
     Args:
         config: The settings, without "auto" but for ``micro_batch_tokens``.
