@@ -223,8 +223,8 @@ def evaluate_model(source: str, **given: object) -> dict[str, float]:
             attention=config.attention,
             gradient_checkpointing=False,
         )
-        plain_head(policy)
         shard(policy, DTYPES[config.dtype], device)
+        plain_head(policy)
         sampling = replace(sampling_of(config, policy, tokenizer), top_p=config.eval_top_p, top_k=0)
         sampling = with_engine(sampling, policy, config)
         at_end.callback(sampling.close)

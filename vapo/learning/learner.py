@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import random
 import zlib
 from collections import Counter
@@ -19,15 +18,18 @@ from vapo.config import Config
 from vapo.models.auto import resolve_auto
 from vapo.models.checkpoint import load_checkpoint, read_state, save_checkpoint
 from vapo.models.load import (
+    copy_parameters,
     critic_from_policy,
     load_critic,
     load_policy,
     max_positions,
     plain_head,
+    reference_of,
     stop_token_ids,
     value_head,
 )
-from vapo.models.sharding import device_mesh, full_state_dict, gather_objects, rank, shard, world_size
+from vapo.models.sharding import device_mesh, gather_objects, rank, shard, world_size
+from vapo.models.weights import save_model
 from vapo.rollout.sampling import Sampling, sampling_of, with_engine
 from vapo.tasks import Task
 from vapo.types import PHASES
@@ -205,12 +207,12 @@ def make_learner(config: Config, task: Task, device: torch.device) -> Learner:
         critic = load_critic(config.critic, **options) if config.critic else critic_from_policy(policy)
     check_models(config, policy, critic, tokenizer)
     if config.has_reference:
-        reference = copy.deepcopy(policy).requires_grad_(False)
+        reference = reference_of(policy)
     learner = Learner(policy, critic, reference, tokenizer, task, sampling_of(config, policy, tokenizer))
     for model in learner.models.values():
+        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None, mesh=mesh)
         if model is not critic:
             plain_head(model)
-        shard(model, DTYPES[config.dtype], device, exact=value_head(critic) if model is critic else None, mesh=mesh)
     learner.sampling = with_engine(learner.sampling, policy, config)
     return learner
 
@@ -270,13 +272,6 @@ def check_vocabulary(critic: PreTrainedModel, policy: PreTrainedModel) -> None:
         raise ValueError(f"the critic must embed the policy's {expected} tokens; got {found}")
 
 
-@torch.no_grad()
-def copy_parameters(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give ``target``, sharded as ``source`` is, the parameters of ``source``."""
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        mine.copy_(theirs)
-
-
 def make_generators(purpose: str, device: torch.device) -> Generators:
     """Seed one generator for each use; all ranks have the same data and shuffles, and each its own samples."""
     return Generators(
@@ -292,14 +287,12 @@ def seed_for(purpose: str, seed: int) -> int:
 
 
 def export(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model, whole, as transformers' folder; every rank takes part, the first one writes.
+    """Write a model as transformers' folder, a tensor at a time; every rank takes part, the first one writes.
 
     Raises:
         OSError: If it cannot be written.
     """
-    state = full_state_dict(model)
-    if rank() == 0:
-        try:
-            model.save_pretrained(folder, state_dict=state)
-        except SafetensorError as error:
-            raise OSError(None, f"{folder} could not be written: {error}") from error
+    try:
+        save_model(model, folder)
+    except SafetensorError as error:
+        raise OSError(None, f"{folder} could not be written: {error}") from error

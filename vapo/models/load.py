@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -16,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from vapo.models.sharding import fill_later, inside, is_empty
+from vapo.models.weights import parameters_on_meta, reader_of, weight_files
 from vapo.tasks import Task
 
 TINY = "tiny"
@@ -44,7 +50,8 @@ def load_policy(
         gradient_checkpointing: Recompute the layers in the backward pass; the model is then in training mode.
 
     Returns:
-        A model with float32 parameters on the CPU, and its tokenizer.
+        A model with float32 parameters on the CPU, and its tokenizer. Where there is a process group the parameters are
+        empty, if the files of the model allow it; :func:`vapo.models.sharding.shard` reads them.
 
     Raises:
         ValueError: If there is no such model, it lacks weights, its vocabulary is smaller than the tokenizer's, or it
@@ -58,7 +65,8 @@ def load_policy(
         policy.set_attn_implementation(attention)
     else:
         config = _read(AutoConfig.from_pretrained, model)
-        policy = _load(AutoModelForCausalLM, model, config, attention)
+        arguments = (AutoModelForCausalLM, model, config, attention)
+        policy = (_load_empty(*arguments) if dist.is_initialized() else None) or _load(*arguments)
         tokenizer = read_tokenizer(model)
     check_embeddings(policy, tokenizer)
     return set_gradient_checkpointing(policy, gradient_checkpointing), tokenizer
@@ -123,22 +131,45 @@ def critic_from_policy(policy: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         A model with a ``base_model`` of its own and the head that :func:`value_head` finds. Attention, dtype, device
-        and gradient checkpointing are the policy's.
+        and gradient checkpointing are the policy's. It is empty where the policy is: shard that one first.
 
     Raises:
         ValueError: If the family has no such head.
     """
     config = critic_config(policy.config)
     # All random weights of the new model are replaced; making them must not advance the global generator.
-    with torch.random.fork_rng(devices=[]):
+    with parameters_on_meta() if is_empty(policy) else torch.random.fork_rng(devices=[]):
         critic = AutoModelForTokenClassification.from_config(
             config, dtype=policy.dtype, attn_implementation=policy.config._attn_implementation
         )
-    critic.base_model.load_state_dict(policy.base_model.state_dict())
-    head = value_head(critic)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return set_gradient_checkpointing(critic, is_checkpointed(policy)).to(policy.device)
+    set_gradient_checkpointing(critic, is_checkpointed(policy))
+
+    def fill(critic: PreTrainedModel) -> None:
+        copy_parameters(policy.base_model, critic.base_model)
+        head = value_head(critic)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+
+    if is_empty(policy):
+        fill_later(critic, fill)
+        return critic
+    fill(critic)
+    return critic.to(policy.device)
+
+
+def reference_of(policy: PreTrainedModel) -> PreTrainedModel:
+    """Build a frozen copy of the policy; empty where the policy is: shard that one first."""
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    if is_empty(policy):
+        fill_later(reference, partial(copy_parameters, policy))
+    return reference
+
+
+@torch.no_grad()
+def copy_parameters(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give ``target``, sharded as ``source`` is, the parameters of ``source``."""
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        mine.copy_(theirs)
 
 
 def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
@@ -158,9 +189,14 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
     source, config, kind = read_critic_config(source)
     with torch.device("meta"):
         head = _head_name(AutoModelForTokenClassification.from_config(config))
+    arguments, may_lack = (AutoModelForTokenClassification, source, config, attention), {f"{head}.bias"}
     # Reward models call their head "score" in every family.
-    renamed = {r"^score\.": f"{head}."} if kind.endswith("ForSequenceClassification") else {}
-    critic = _load(AutoModelForTokenClassification, source, config, attention, renamed, may_lack={f"{head}.bias"})
+    is_reward_model, critic = kind.endswith("ForSequenceClassification"), None
+    if dist.is_initialized():
+        renamed = {f"{head}.weight": "score.weight", f"{head}.bias": "score.bias"} if is_reward_model else {}
+        critic = _load_empty(*arguments, renamed, may_lack)
+    if critic is None:
+        critic = _load(*arguments, {r"^score\.": f"{head}."} if is_reward_model else {}, may_lack)
     return set_gradient_checkpointing(critic, gradient_checkpointing)
 
 
@@ -238,21 +274,22 @@ def plain_head(policy: PreTrainedModel) -> nn.Linear | None:
     """The output head, if the model's logits are ``hidden @ weight.T + bias`` and nothing more.
 
     A plain head may be tied to the embeddings. A head with an adapter is not plain, nor is that of a model that caps or
-    scales its logits or the hidden states before the head. The first call runs the model once to find out, so it must
-    come before the model is sharded; later calls return the same answer.
+    scales its logits or the hidden states before the head. The first call runs the model once to find out, on every
+    rank; later calls return the same answer.
     """
     head = policy.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return None
     if not hasattr(policy, "has_plain_head"):
-        policy.has_plain_head = _logits_are_the_heads(policy, head)
+        policy.has_plain_head = inside(policy, _logits_are_the_heads)
     return head if policy.has_plain_head else None
 
 
 @torch.no_grad()
-def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
+def _logits_are_the_heads(policy: PreTrainedModel) -> bool:
     """Replace the head's output by known numbers: are they the logits, and were the backbone's states its input?"""
     seen: dict[str, torch.Tensor] = {}
+    head = policy.get_output_embeddings()
 
     def put_numbers(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         seen["head_input"] = inputs[0]
@@ -269,7 +306,9 @@ def _logits_are_the_heads(policy: PreTrainedModel, head: nn.Linear) -> bool:
         policy.set_attn_implementation("sdpa")
     hooks = [head.register_forward_hook(put_numbers), policy.base_model.register_forward_hook(keep_states)]
     try:
-        logits = policy(input_ids=torch.ones(1, 2, dtype=torch.long, device=policy.device), use_cache=False).logits
+        # Not the module's call: inside a sharded root's forward that would begin another one.
+        ids = torch.ones(1, 2, dtype=torch.long, device=policy.device)
+        logits = policy.forward(input_ids=ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -335,6 +374,29 @@ def _load(
     missing = sorted(set(loading["missing_keys"]) - set(may_lack))
     if missing:
         raise ValueError(f"a checkpoint must hold all weights of {type(model).__name__}; {source} lacks {missing}")
+    return model
+
+
+def _load_empty(
+    loader: type,
+    source: str | Path,
+    config: PreTrainedConfig,
+    attention: str,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    may_lack: set[str] = frozenset(),
+) -> PreTrainedModel | None:
+    """The same model without data, to be read once it is sharded; None where its files do not fit tensor by tensor."""
+    folder = _read(weight_files, source)
+    if folder is None:
+        return None
+    with parameters_on_meta():
+        model = loader.from_config(_without_dropout(config), dtype=torch.float32, attn_implementation=attention)
+    read = reader_of(model, folder, renamed, may_lack)
+    if read is None:
+        return None
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    fill_later(model, read)
     return model
 
 

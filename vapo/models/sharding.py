@@ -6,6 +6,7 @@ Without a process group there is one rank, and no function here communicates or 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -96,8 +97,8 @@ def shard(
     """Shard the parameters of a model over the ranks, in place: each decoder layer by itself, the rest with the root.
 
     Parameters, gradients and optimiser states are float32 shards (DTensors). Gradients are summed, not averaged, over
-    ranks, in float32: a loss divided by the counts of all ranks together has the gradient of the whole step. Without a
-    process group the model only moves to the device.
+    ranks, in float32: a loss divided by the counts of all ranks together has the gradient of the whole step. An empty
+    model is filled. Without a process group the model only moves to the device.
 
     Args:
         model: A transformers model whose forward runs its layers one after the other; its parameters float32, equal on
@@ -133,9 +134,40 @@ def shard(
     for module in _sharded_modules(model):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+    if is_empty(model):
+        _materialise(model, device)
     model.run_inside = MethodType(_run, model)
     register_fsdp_forward_method(model, "run_inside")
     model.is_gathered = False
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether the parameters still have no data."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def fill_later(model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+    """Leave a function that gives the parameters of an empty model their values once `shard` has made room for them."""
+    model.fill_parameters = fill
+
+
+@torch.no_grad()
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of an empty model room on ``device``, sharded as they are, and their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    places = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter].append((module, name))
+    model.to_empty(device=device)
+    for (module, name), *tied in places.values():
+        for other, other_name in tied:
+            other._parameters[other_name] = module._parameters[name]
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    model.fill_parameters(model)
+    del model.fill_parameters
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -203,7 +235,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and buffers on the CPU, for ``save_pretrained``; collective, and empty except on rank 0."""
+    """Whole parameters and buffers on the CPU; collective, and empty except on rank 0."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from vapo.models.sharding import world_size
+from vapo.models.weights import keeps_names
 from vapo.types import Response
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ class VllmEngine:
     """
 
     def __init__(self, policy: PreTrainedModel, *, dtype: str, memory: float, max_responses: int) -> None:
-        check_names(policy)
+        architecture = type(policy).__name__.removeprefix("FSDP")
+        if not keeps_names(policy):
+            raise ValueError(
+                f"engine must be loop or transformers for {architecture}, whose weights vLLM names otherwise"
+            )
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -56,7 +60,7 @@ class VllmEngine:
         # vLLM's own start draws from the global generator.
         with tempfile.TemporaryDirectory() as folder, _separate_generators(self.device, 0):
             config = copy.deepcopy(policy.config)
-            config.architectures = [type(policy).__name__.removeprefix("FSDP")]
+            config.architectures = [architecture]
             config.save_pretrained(folder)
             try:
                 self.llm = LLM(
@@ -76,9 +80,7 @@ class VllmEngine:
                 )
             except (ValueError, NotImplementedError) as error:
                 reason = str(error).strip().replace("\n", " ")
-                raise ValueError(
-                    f"engine must be one that runs {config.architectures[0]}; vllm says: {reason}"
-                ) from error
+                raise ValueError(f"engine must be one that runs {architecture}; vllm says: {reason}") from error
         self._sleep()
 
     @contextmanager
@@ -140,18 +142,6 @@ class VllmEngine:
         for name, tensor in policy.state_dict().items():
             tensor = tensor.to(self.dtype)
             yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def check_names(policy: PreTrainedModel) -> None:
-    """Refuse a policy whose weights have other names, or are cut otherwise, than in the files that vLLM reads.
-
-    Raises:
-        ValueError: If transformers converts the weights of this architecture when it writes them.
-    """
-    names = {name: torch.empty(tensor.shape, device="meta") for name, tensor in policy.state_dict().items()}
-    if revert_weight_conversion(policy, names).keys() != names.keys():
-        architecture = type(policy).__name__.removeprefix("FSDP")
-        raise ValueError(f"engine must be loop or transformers for {architecture}, whose weights vLLM names otherwise")
 
 
 @contextmanager
