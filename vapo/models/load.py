@@ -281,11 +281,12 @@ def plain_head(policy: PreTrainedModel) -> nn.Linear | None:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return None
     if not hasattr(policy, "has_plain_head"):
-        policy.has_plain_head = inside(policy, _logits_are_the_heads)
+        # Without gradients a sharded model gives its whole parameters back afterwards.
+        with torch.no_grad():
+            policy.has_plain_head = inside(policy, _logits_are_the_heads)
     return head if policy.has_plain_head else None
 
 
-@torch.no_grad()
 def _logits_are_the_heads(policy: PreTrainedModel) -> bool:
     """Replace the head's output by known numbers: are they the logits, and were the backbone's states its input?"""
     seen: dict[str, torch.Tensor] = {}
