@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vapo.config import Config
 from vapo.learning.learner import DTYPES, HELD_OUT_SEED, choose_device, seed_for
 from vapo.models.auto import resolve_auto
-from vapo.models.load import load_policy, plain_head
+from vapo.models.load import load_policy
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import distributed, gather_over_ranks, rank, shard, sum_over_ranks, world_size
 from vapo.rollout.collect import Collected, collect
 from vapo.rollout.sampling import Sampling, ready_to_sample, sampling_of, with_engine

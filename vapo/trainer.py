@@ -30,8 +30,8 @@ from vapo.learning.value_pretraining import pretraining_step
 from vapo.learning.warm_start import warm_start_step
 from vapo.models.auto import micro_batch_tokens, resolve_auto
 from vapo.models.checkpoint import latest_checkpoint
-from vapo.models.load import plain_head
 from vapo.models.memory import Part, memory_of, models_without_weights
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import distributed, rank, world_size
 from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers

@@ -25,7 +25,8 @@ from vapo.models.forward import (
     state_values,
     token_logits,
 )
-from vapo.models.load import critic_from_policy, plain_head, value_head
+from vapo.models.load import critic_from_policy, value_head
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import distributed, inside
 from vapo.rollout.collect import pack
 

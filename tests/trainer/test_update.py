@@ -23,7 +23,7 @@ from vapo.learning.update import (
     update_policy,
 )
 from vapo.models.forward import all_rows, rollout_logprobs
-from vapo.models.load import plain_head
+from vapo.models.output_head import plain_head
 
 TERMS = ("pg_loss", "nll_loss", "kl", "entropy", "ppo_kl", "pg_clipfrac", "loss")
 UNDIVIDED = 10_000

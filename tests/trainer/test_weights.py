@@ -11,7 +11,8 @@ from ranks import run_on_ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from vapo.models import weights
-from vapo.models.load import critic_from_policy, load_critic, load_policy, plain_head, reference_of, value_head
+from vapo.models.load import critic_from_policy, load_critic, load_policy, reference_of, value_head
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import full_state_dict, is_empty, shard
 from vapo.tasks import load_task
 

@@ -23,11 +23,11 @@ from vapo.models.load import (
     load_critic,
     load_policy,
     max_positions,
-    plain_head,
     reference_of,
     stop_token_ids,
     value_head,
 )
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import device_mesh, gather_objects, rank, shard, world_size
 from vapo.models.weights import save_model
 from vapo.rollout.sampling import Sampling, sampling_of, with_engine

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from vapo.config import Config
 from vapo.models.forward import over_micro_batches, state_features, state_values, token_logits
-from vapo.models.load import plain_head
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import clip_grad_norm, sum_over_ranks
 from vapo.types import Batch, token_indices
 from vapo_kernels import linear_policy_loss, policy_loss, value_loss

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vapo.config import Config
-from vapo.models.load import plain_head, value_head
+from vapo.models.load import value_head
+from vapo.models.output_head import plain_head
 from vapo.models.sharding import inside, max_over_ranks
 from vapo.types import Rollout, token_indices
 from vapo_kernels import linear_token_logprobs, token_logprobs
