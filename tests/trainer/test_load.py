@@ -15,12 +15,12 @@ from vapo.models.load import (
     is_checkpointed,
     load_critic,
     load_policy,
-    plain_head,
     stop_token_ids,
     tiny_policy,
     value_head,
     with_pad_token,
 )
+from vapo.models.output_head import plain_head
 from vapo.tasks.running_total import RunningTotal
 
 IDS = torch.tensor([[5, 9, 3, 20, 7]])
