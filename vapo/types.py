@@ -112,15 +112,17 @@ def bounds(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def token_indices(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+def token_indices(cu_seqlens: Tensor, rows: Tensor, num_tokens: int | None = None) -> Tensor:
     """Positions, in a packed tensor, of the tokens of the sequences ``rows``, row after row.
+
+    ``num_tokens`` is the number of these tokens; without it the host waits for the device.
 
     Example:
         >>> token_indices(torch.tensor([0, 2, 3, 5]), torch.tensor([2, 0]))
         tensor([3, 4, 0, 1])
     """
     lengths = cu_seqlens.diff()[rows]
-    shifts = (cu_seqlens[rows] - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    shifts = (cu_seqlens[rows] - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths, output_size=num_tokens)
     return shifts + torch.arange(len(shifts), device=shifts.device)
 
 

@@ -14,6 +14,7 @@ from vapo.models.forward import (
     features_at,
     final_values,
     logits_at,
+    micro_batch,
     micro_batches,
     over_micro_batches,
     packed_inputs,
@@ -80,22 +81,26 @@ def scored_critic(policy):
 )
 def test_padded_and_packed_rows_are_each_response_alone(family, attention, rollout):
     policy = tiny_model(family, attention)
-    padded = padded_inputs(rollout, ROWS)
-    packed = packed_inputs(padded, sequence_lengths(rollout, ROWS) - 1)
+    padded = padded_inputs(rollout, micro_batch(rollout, ROWS))
+    packed = packed_inputs(padded, sequence_lengths(rollout, ROWS) - 1, 16)
     assert packed.input_ids.shape == (1, 9 + 6 + 1)
     for read, read_at, alone in (
         (state_features, features_at, features_alone),
         (token_logits, logits_at, logits_alone),
     ):
         expected = one_by_one(alone(policy), rollout, ROWS)
-        for found in (read(policy, rollout, ROWS), read_at(policy, padded), read_at(policy, packed)):
+        for found in (
+            read(policy, rollout, micro_batch(rollout, ROWS)),
+            read_at(policy, padded),
+            read_at(policy, packed),
+        ):
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_gradients_through_a_packed_row_are_those_through_padded_rows(rollout):
     policy, grads = tiny_model("qwen3"), []
-    padded = padded_inputs(rollout, ROWS)
-    for inputs in (padded, packed_inputs(padded, sequence_lengths(rollout, ROWS) - 1)):
+    padded = padded_inputs(rollout, micro_batch(rollout, ROWS))
+    for inputs in (padded, packed_inputs(padded, sequence_lengths(rollout, ROWS) - 1, 16)):
         policy.zero_grad()
         logits_at(policy, inputs).square().mean().backward()
         grads.append([parameter.grad.clone() for parameter in policy.parameters()])
@@ -112,7 +117,9 @@ def test_the_models_attention_chooses_the_layout(packs, rollout, monkeypatch):
     )
     if packs:
         monkeypatch.setattr(forward, "takes_packed_rows", lambda model: True)
-    torch.testing.assert_close(state_features(policy, rollout, ROWS), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        state_features(policy, rollout, micro_batch(rollout, ROWS)), expected, atol=2e-5, rtol=1e-5
+    )
     assert seen == [((1, 16) if packs else (3, 9), False)]
 
 
@@ -137,14 +144,16 @@ def test_flash_attention_over_a_packed_row_is_each_response_alone(rollout):
         policy.device,
     )
     expected = one_by_one(lambda ids: logits_alone(policy)(ids.cuda()), rollout, ROWS)
-    torch.testing.assert_close(token_logits(policy, on_device, ROWS.cuda()), expected, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(
+        token_logits(policy, on_device, micro_batch(on_device, ROWS.cuda())), expected, atol=5e-2, rtol=5e-2
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_sees_no_prompt_token_and_no_padding(family, rollout):
     policy, seen = tiny_model(family), []
     policy.get_output_embeddings().register_forward_hook(lambda _, inputs, output: seen.append(output.shape))
-    token_logits(policy, rollout, all_rows(rollout))
+    token_logits(policy, rollout, micro_batch(rollout, all_rows(rollout)))
     assert seen == [(13, VOCABULARY)]
     # Later passes are whole again.
     assert policy(input_ids=torch.tensor([[3, 4]])).logits.shape == (1, 2, VOCABULARY)
@@ -159,10 +168,10 @@ def test_values_are_a_number_per_state(family, packs, rollout, monkeypatch):
     def alone(ids):
         return critic(input_ids=ids, use_cache=False).logits
 
-    values = state_values(critic, rollout, ROWS)
+    values = state_values(critic, rollout, micro_batch(rollout, ROWS))
     torch.testing.assert_close(values, one_by_one(alone, rollout, ROWS)[:, 0], atol=2e-5, rtol=1e-5)
     last = torch.stack([alone(ids[None])[0, -1, 0] for ids, _ in sequences(rollout, ROWS)])
-    torch.testing.assert_close(final_values(critic, rollout, ROWS), last, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(final_values(critic, rollout, micro_batch(rollout, ROWS)), last, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("under_autocast", [False, True])
@@ -170,8 +179,8 @@ def test_values_of_bfloat16_features_are_computed_in_float32(under_autocast, rol
     critic = scored_critic(tiny_model("qwen3"))
     critic.base_model.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
-        features = state_features(critic, rollout, ROWS)
-        values = state_values(critic, rollout, ROWS)
+        features = state_features(critic, rollout, micro_batch(rollout, ROWS))
+        values = state_values(critic, rollout, micro_batch(rollout, ROWS))
     assert features.dtype == torch.bfloat16
     assert values.dtype == torch.float32
     exact = features.double() @ critic.score.weight[0].double() + critic.score.bias.double()
@@ -182,8 +191,10 @@ def test_the_scalar_head_stays_float32_under_bfloat16(rollout, small_config, lea
     with distributed(torch.device("cpu"), alone=True):
         critic = learner_of(replace(small_config, dtype="bfloat16")).critic
         torch.nn.init.constant_(value_head(critic).bias, 0.37)
-        features, values = (inside(critic, read, rollout, ROWS) for read in (state_features, state_values))
-        last = inside(critic, final_values, rollout, ROWS)
+        features, values = (
+            inside(critic, read, rollout, micro_batch(rollout, ROWS)) for read in (state_features, state_values)
+        )
+        last = inside(critic, final_values, rollout, micro_batch(rollout, ROWS))
         assert features.dtype == torch.bfloat16
         # A bfloat16 would be 0.3691.
         assert torch.equal(values, torch.full((11,), 0.37)) and torch.equal(last, torch.full((3,), 0.37))
@@ -193,11 +204,20 @@ def test_the_scalar_head_stays_float32_under_bfloat16(rollout, small_config, lea
         torch.testing.assert_close(found.double(), 257 * features.double().sum(0), rtol=1e-6, atol=1e-3)
 
 
+def sizes(rollout, rows):
+    """Sampled tokens, tokens with prompts, and tokens of the longest."""
+    widths = sequence_lengths(rollout, rows)
+    return rollout.lengths[rows].sum(), widths.sum(), widths.max()
+
+
 @pytest.mark.parametrize("max_tokens", [1, 7, 14, 20, 1000])
 def test_micro_batches_partition_the_rows_within_the_budget(rollout, max_tokens):
     assert micro_batches(rollout, torch.tensor([], dtype=torch.long), max_tokens) == []
     rows = torch.tensor([3, 0, 2])
-    parts = micro_batches(rollout, rows, max_tokens)
+    plan = micro_batches(rollout, rows, max_tokens)
+    # As if each had been asked for by itself.
+    assert all((p.num_tokens, p.total, p.width) == sizes(rollout, p.rows) for p in plan)
+    parts = [part.rows for part in plan]
     widths = [prompt + response for prompt, response in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
     assert sorted(torch.cat(parts).tolist()) == [0, 2, 3]
     assert [widths[row] for part in parts for row in part] == [7, 8, 10]
@@ -220,12 +240,12 @@ def test_a_rank_with_fewer_micro_batches_repeats_a_response_that_is_not_its_own(
     monkeypatch.setattr(forward, "max_over_ranks", lambda number: max(number, most))
     rows, calls = torch.tensor(rows, dtype=torch.long), []
 
-    def body(model, rows, is_own, *args):
-        calls.append((rows.tolist(), is_own))
+    def body(model, part, is_own, *args):
+        calls.append((part.rows.tolist(), is_own))
         return model, args
 
     found = list(over_micro_batches("model", body, rollout, rows, 20, 1, 2))
-    assert calls == expected == [(rows.tolist(), is_own) for rows, is_own, _ in found]
+    assert calls == expected == [(part.rows.tolist(), is_own) for part, is_own, _ in found]
     assert all(out == ("model", (1, 2)) for *_, out in found)
     # What is not its own changes no result.
     critic, values = critic_and_values
@@ -289,4 +309,4 @@ def test_rejects_bad_input(rollout):
     empty = torch.tensor([], dtype=torch.long)
     no_prompt = pack([empty], [torch.tensor([3])], torch.zeros(1), flags, flags, 1, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"every prompt must have at least 1 token; got lengths \[0\]"):
-        token_logits(tiny_model("qwen3"), no_prompt, torch.tensor([0]))
+        micro_batches(no_prompt, torch.tensor([0]), 10)

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vapo.config import Config
-from vapo.models.forward import over_micro_batches, state_features, state_values, token_logits
+from vapo.models.forward import MicroBatch, over_micro_batches, state_features, state_values, token_logits, tokens_of
 from vapo.models.output_head import plain_head
 from vapo.models.sharding import clip_grad_norm, sum_over_ranks
-from vapo.types import Batch, token_indices
+from vapo.types import Batch
 from vapo_kernels import linear_policy_loss, policy_loss, value_loss
 
 
@@ -111,12 +111,14 @@ def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, mini_batch: Mi
 
 
 def _policy_loss(
-    policy: PreTrainedModel, rows: Tensor, is_own: bool, batch: Batch, counts: Tensor, config: Config
+    policy: PreTrainedModel, part: MicroBatch, is_own: bool, batch: Batch, counts: Tensor, config: Config
 ) -> object:
-    """Eq. 17 over the responses ``rows``: from hidden states where the model's head is a plain matrix."""
+    """Eq. 17 over the responses ``part``: from hidden states where the model's head is a plain matrix."""
     rollout, (num_tokens, num_correct_tokens, num_responses) = batch.rollout, counts
-    tokens, lengths = token_indices(rollout.cu_seqlens, rows), rollout.lengths[rows]
-    weights = None if config.token_level_loss else response_mean_weights(lengths, num_tokens, num_responses)
+    tokens, lengths = tokens_of(rollout, part), rollout.lengths[part.rows]
+    weights = None
+    if not config.token_level_loss:
+        weights = response_mean_weights(lengths, num_tokens, num_responses, part.num_tokens)
     if batch.importance_weights is not None:
         importance = batch.importance_weights[tokens]  # Eq. 18
         weights = importance if weights is None else weights * importance
@@ -127,7 +129,7 @@ def _policy_loss(
         batch.mask[tokens] & is_own,
     )
     settings = dict(
-        is_correct=rollout.is_correct[rows].repeat_interleave(lengths),
+        is_correct=rollout.is_correct[part.rows].repeat_interleave(lengths, output_size=part.num_tokens),
         clip_low=config.clip_low,
         clip_high=config.used_clip_high,
         dual_clip=config.dual_clip,
@@ -142,19 +144,22 @@ def _policy_loss(
     )
     head = plain_head(policy)
     if head is None:
-        return policy_loss(token_logits(policy, rollout, rows), *arguments, **settings)
+        return policy_loss(token_logits(policy, rollout, part), *arguments, **settings)
     return linear_policy_loss(
-        state_features(policy, rollout, rows), head.weight, *arguments, bias=head.bias, **settings
+        state_features(policy, rollout, part), head.weight, *arguments, bias=head.bias, **settings
     )
 
 
-def response_mean_weights(lengths: Tensor, num_tokens: Tensor, num_responses: Tensor) -> Tensor:
+def response_mean_weights(
+    lengths: Tensor, num_tokens: Tensor, num_responses: Tensor, size: int | None = None
+) -> Tensor:
     """Weight of each token that turns a mean over tokens into a mean over responses of means over their tokens.
 
     Args:
         lengths: [R] int64. Lengths of the responses whose tokens are weighted.
         num_tokens: Tokens of the whole optimiser step.
         num_responses: B, the responses of the whole optimiser step.
+        size: Sum of ``lengths``; without it the host waits for the device.
 
     Returns:
         [sum of lengths] float32: num_tokens / (B · l).
@@ -163,7 +168,7 @@ def response_mean_weights(lengths: Tensor, num_tokens: Tensor, num_responses: Te
         >>> response_mean_weights(torch.tensor([1, 3]), torch.tensor(4), torch.tensor(2))
         tensor([2.0000, 0.6667, 0.6667, 0.6667])
     """
-    return (num_tokens / (num_responses * lengths)).repeat_interleave(lengths)
+    return (num_tokens / (num_responses * lengths)).repeat_interleave(lengths, output_size=size)
 
 
 def update_critic(
@@ -196,11 +201,11 @@ def accumulate_value_loss(
 
 
 def _value_loss(
-    critic: PreTrainedModel, rows: Tensor, is_own: bool, batch: Batch, num_tokens: Tensor, value_clip: float | None
+    critic: PreTrainedModel, part: MicroBatch, is_own: bool, batch: Batch, num_tokens: Tensor, value_clip: float | None
 ) -> object:
-    tokens = token_indices(batch.rollout.cu_seqlens, rows)
+    tokens = tokens_of(batch.rollout, part)
     return value_loss(
-        state_values(critic, batch.rollout, rows),
+        state_values(critic, batch.rollout, part),
         batch.returns[tokens],
         batch.mask[tokens] & is_own,
         old_values=None if value_clip is None else batch.old_values[tokens],

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from vapo.config import Config
 from vapo.learning.learner import Learner
 from vapo.learning.update import set_lr, step_if_finite, take_steps
-from vapo.models.forward import all_rows, over_micro_batches, token_logits
+from vapo.models.forward import MicroBatch, all_rows, over_micro_batches, token_logits, tokens_of
 from vapo.models.sharding import share_of, sum_over_ranks
 from vapo.rollout.collect import pack
 from vapo.tasks import EmbeddedTask
-from vapo.types import Rollout, StepReport, token_indices
+from vapo.types import Rollout, StepReport
 from vapo_kernels import token_logprobs
 
 WARM_UP_STEPS = 20
@@ -88,6 +88,8 @@ def imitation_step(
     return step_if_finite("actor", policy, optimizer, {"warm_start/loss": sum_over_ranks(total).item()}, config)
 
 
-def _negative_log_likelihood(policy: PreTrainedModel, rows: Tensor, is_own: bool, demonstrations: Rollout) -> Tensor:
-    tokens = demonstrations.token_ids[token_indices(demonstrations.cu_seqlens, rows)]
-    return -token_logprobs(token_logits(policy, demonstrations, rows), tokens).logprobs.sum()
+def _negative_log_likelihood(
+    policy: PreTrainedModel, part: MicroBatch, is_own: bool, demonstrations: Rollout
+) -> Tensor:
+    tokens = demonstrations.token_ids[tokens_of(demonstrations, part)]
+    return -token_logprobs(token_logits(policy, demonstrations, part), tokens).logprobs.sum()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +23,35 @@ from vapo.config import Config
 from vapo.models.load import value_head
 from vapo.models.output_head import plain_head
 from vapo.models.sharding import inside, max_over_ranks
-from vapo.types import Rollout, token_indices
+from vapo.types import Rollout, bounds, token_indices
 from vapo_kernels import linear_token_logprobs, token_logprobs
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Responses that go through a model together, with the sizes that lay them out.
+
+    The sizes are numbers, so that nothing between the plan and the metrics waits for the device.
+
+    Attributes:
+        rows: [r] int64. Which responses.
+        num_tokens: Sampled tokens of these responses.
+        total: The same with their prompts.
+        width: Tokens of the longest response with its prompt.
+    """
+
+    rows: Tensor
+    num_tokens: int
+    total: int
+    width: int
+
+
 def over_micro_batches(
     model: PreTrainedModel, body: Callable[..., T], rollout: Rollout, rows: Tensor, max_tokens: int, *args: Any
-) -> Iterator[tuple[Tensor, bool, T]]:
-    """Call ``body(model, rows, is_own, *args)`` on one micro-batch of responses after the other, inside the forward.
+) -> Iterator[tuple[MicroBatch, bool, T]]:
+    """Call ``body(model, part, is_own, *args)`` on one micro-batch of responses after the other, inside the forward.
 
     Ranks can only go through a sharded model together, so each makes as many calls. A rank that has no more rows of its
     own repeats its first response with ``is_own`` False, which must count for nothing.
@@ -44,18 +65,20 @@ def over_micro_batches(
         *args: Handed over to ``body``.
 
     Yields:
-        Rows [r] int64, ``is_own`` and what ``body`` returned. Call backward on it before the next one.
+        The micro-batch, ``is_own`` and what ``body`` returned. Call backward on it before the next one.
     """
     parts = micro_batches(rollout, rows, max_tokens)
     # Asked before the first one: a rank that asks after its last would wait for others that wait for it.
-    for number in range(max_over_ranks(len(parts))):
+    num_calls = max_over_ranks(len(parts))
+    repeated = [] if len(parts) == num_calls else [micro_batch(rollout, all_rows(rollout)[:1])]
+    for number in range(num_calls):
         is_own = number < len(parts)
-        part = parts[number] if is_own else all_rows(rollout)[:1]
+        part = parts[number] if is_own else repeated[0]
         yield part, is_own, inside(model, body, part, is_own, *args)
 
 
-def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tensor]:
-    """Cut the responses ``rows`` into micro-batches of like length.
+def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[MicroBatch]:
+    """Cut the responses ``rows`` into micro-batches of like length. Waits for the device once.
 
     Args:
         rollout: The responses.
@@ -66,22 +89,50 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int) -> list[Tenso
         A partition of ``rows``, shortest responses first.
 
     Raises:
-        ValueError: If ``max_tokens`` is not positive.
+        ValueError: If ``max_tokens`` is not positive, or a prompt is empty.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1; got {max_tokens}")
-    widths, order = sequence_lengths(rollout, rows).sort(stable=True)
-    parts, start = [], 0
-    for end, width in enumerate(widths.tolist()):
-        if end > start and (end + 1 - start) * width > max_tokens:
-            parts.append(rows[order[start:end]])
-            start = end
-    return [*parts, rows[order[start:]]] if len(rows) else []
+    rows = rows[sequence_lengths(rollout, rows).argsort(stable=True)]
+    prompts, responses = _lengths(rollout, rows)
+    widths = list(map(add, prompts, responses))
+    starts = [0] if widths else []
+    for number, width in enumerate(widths):
+        if number > starts[-1] and (number + 1 - starts[-1]) * width > max_tokens:
+            starts.append(number)
+    return [
+        MicroBatch(rows[start:end], sum(responses[start:end]), sum(widths[start:end]), widths[end - 1])
+        for start, end in pairwise([*starts, len(widths)])
+    ]
+
+
+def micro_batch(rollout: Rollout, rows: Tensor) -> MicroBatch:
+    """The responses ``rows`` [R] int64, R >= 1, in that order as one micro-batch. Waits for the device once.
+
+    Raises:
+        ValueError: If a prompt is empty.
+    """
+    prompts, responses = _lengths(rollout, rows)
+    return MicroBatch(rows, sum(responses), sum(prompts) + sum(responses), max(map(add, prompts, responses)))
+
+
+def _lengths(rollout: Rollout, rows: Tensor) -> tuple[list[int], list[int]]:
+    """Lengths of the prompts and of the responses ``rows``."""
+    prompts, responses = torch.stack((rollout.prompt_lengths, rollout.lengths))[:, rows].tolist()
+    if min(prompts, default=1) < 1:
+        # The first token of the response would have no state.
+        raise ValueError(f"every prompt must have at least 1 token; got lengths {prompts}")
+    return prompts, responses
 
 
 def all_rows(rollout: Rollout) -> Tensor:
     """[S] int64. Every response of a rollout."""
     return torch.arange(len(rollout.is_correct), device=rollout.token_ids.device)
+
+
+def tokens_of(rollout: Rollout, part: MicroBatch) -> Tensor:
+    """Positions in [N] tensors of the tokens of the responses ``part``, response after response, [num_tokens] int64."""
+    return token_indices(rollout.cu_seqlens, part.rows, part.num_tokens)
 
 
 def sequence_lengths(rollout: Rollout, rows: Tensor) -> Tensor:
@@ -110,56 +161,53 @@ def bootstrap_values(critic: PreTrainedModel, rollout: Rollout, config: Config) 
 def _results(
     model: PreTrainedModel, read: Callable[..., Tensor], rollout: Rollout, rows: Tensor, config: Config, per_token: bool
 ) -> Tensor:
-    """What ``read(model, rollout, rows)`` gives, in micro-batches, [N] or [S] float32; 0 for all other responses."""
+    """What ``read(model, rollout, part)`` gives of each micro-batch, [N] or [S] float32; 0 for all other responses."""
     results = torch.zeros(len(rollout.token_ids) if per_token else len(rollout.lengths), device=rows.device)
 
-    def body(model: PreTrainedModel, rows: Tensor, is_own: bool) -> Tensor:
-        return read(model, rollout, rows)
+    def body(model: PreTrainedModel, part: MicroBatch, is_own: bool) -> Tensor:
+        return read(model, rollout, part)
 
     for part, is_own, found in over_micro_batches(model, body, rollout, rows, config.used_micro_batch_tokens):
         if is_own:
-            results[token_indices(rollout.cu_seqlens, part) if per_token else part] = found
+            results[tokens_of(rollout, part) if per_token else part.rows] = found
     return results
 
 
-def _logprobs(policy: PreTrainedModel, rollout: Rollout, rows: Tensor, temperature: float) -> Tensor:
-    token_ids, head = rollout.token_ids[token_indices(rollout.cu_seqlens, rows)], plain_head(policy)
+def _logprobs(policy: PreTrainedModel, rollout: Rollout, part: MicroBatch, temperature: float) -> Tensor:
+    token_ids, head = rollout.token_ids[tokens_of(rollout, part)], plain_head(policy)
     if head is None:
-        return token_logprobs(token_logits(policy, rollout, rows), token_ids, temperature=temperature).logprobs
-    features = state_features(policy, rollout, rows)
+        return token_logprobs(token_logits(policy, rollout, part), token_ids, temperature=temperature).logprobs
+    features = state_features(policy, rollout, part)
     return linear_token_logprobs(features, head.weight, token_ids, bias=head.bias, temperature=temperature).logprobs
 
 
-def token_logits(policy: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Tensor:
-    """Logits of the distributions that the responses ``rows`` were sampled from, through the model's own forward.
+def token_logits(policy: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Tensor:
+    """Logits of the distributions that the responses ``part`` were sampled from, through the model's own forward.
 
     Args:
         policy: A causal language model; soft caps, scales and adapters of its head all have their say.
         rollout: The responses.
-        rows: [R] int64. Which responses.
+        part: Which responses.
 
     Returns:
-        [n, V]: a row for each token of these responses, in the order of :func:`token_indices`.
-
-    Raises:
-        ValueError: If a prompt is empty: the first token of its response would have no state.
+        [n, V]: a row for each token of these responses, in the order of :func:`tokens_of`.
     """
-    return logits_at(policy, sampled_states(policy, rollout, rows))
+    return logits_at(policy, sampled_states(policy, rollout, part))
 
 
-def state_values(critic: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Tensor:
-    """V(s_t) of every state s_t in which a token of the responses ``rows`` was sampled, [n] float32."""
-    return _values(critic, features_at(critic, sampled_states(critic, rollout, rows)))
+def state_values(critic: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Tensor:
+    """V(s_t) of every state s_t in which a token of the responses ``part`` was sampled, [n] float32."""
+    return _values(critic, features_at(critic, sampled_states(critic, rollout, part)))
 
 
-def final_values(critic: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Tensor:
-    """V(s_l) of the state after the last token of each of the responses ``rows``, [R] float32."""
-    return _values(critic, features_at(critic, final_states(critic, rollout, rows)))
+def final_values(critic: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Tensor:
+    """V(s_l) of the state after the last token of each of the responses ``part``, [r] float32."""
+    return _values(critic, features_at(critic, final_states(critic, rollout, part)))
 
 
-def state_features(model: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Tensor:
-    """Hidden state from which each token of the responses ``rows`` is predicted, [n, H]."""
-    return features_at(model, sampled_states(model, rollout, rows))
+def state_features(model: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Tensor:
+    """Hidden state from which each token of the responses ``part`` is predicted, [n, H]."""
+    return features_at(model, sampled_states(model, rollout, part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +216,20 @@ class Inputs:
 
     Attributes:
         input_ids: [B, T] int64.
-        position_ids: [B, T] int64, or None where every row is one sequence.
         row: [n] int64. Row of each state.
         column: [n] int64. Column of each state.
+        packing: Where one row holds several sequences, the arguments that say which; see :func:`packed_inputs`.
     """
 
     input_ids: Tensor
-    position_ids: Tensor | None
     row: Tensor
     column: Tensor
+    packing: dict[str, object] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, object]:
         """Arguments of the forward pass. With a cache, attention would leak between packed sequences."""
-        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
-        return {"input_ids": self.input_ids, "use_cache": False, **positions}
+        return {"input_ids": self.input_ids, "use_cache": False, **self.packing}
 
 
 def features_at(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -197,18 +244,20 @@ def logits_at(policy: PreTrainedModel, inputs: Inputs) -> Tensor:
         return policy.forward(**inputs.arguments).logits
 
 
-def sampled_states(model: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Inputs:
-    """The states in which the tokens of the responses ``rows`` were sampled, laid out for the model's attention."""
-    inputs = padded_inputs(rollout, rows)
-    return packed_inputs(inputs, sequence_lengths(rollout, rows) - 1) if takes_packed_rows(model) else inputs
+def sampled_states(model: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Inputs:
+    """The states in which the tokens of the responses ``part`` were sampled, laid out for the model's attention."""
+    inputs = padded_inputs(rollout, part)
+    if not takes_packed_rows(model):
+        return inputs
+    return packed_inputs(inputs, sequence_lengths(rollout, part.rows) - 1, part.total - len(part.rows))
 
 
-def final_states(model: PreTrainedModel, rollout: Rollout, rows: Tensor) -> Inputs:
-    """The states after the last tokens of the responses ``rows``, laid out for the model's attention."""
-    lengths = sequence_lengths(rollout, rows)
-    sequences = torch.arange(len(rows), device=rows.device)
-    inputs = Inputs(_padded(rollout, rows)[0], None, sequences, lengths - 1)
-    return packed_inputs(inputs, lengths) if takes_packed_rows(model) else inputs
+def final_states(model: PreTrainedModel, rollout: Rollout, part: MicroBatch) -> Inputs:
+    """The states after the last tokens of the responses ``part``, laid out for the model's attention."""
+    lengths = sequence_lengths(rollout, part.rows)
+    sequences = torch.arange(len(part.rows), device=lengths.device)
+    inputs = Inputs(_padded(rollout, part), sequences, lengths - 1)
+    return packed_inputs(inputs, lengths, part.total) if takes_packed_rows(model) else inputs
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:
@@ -216,41 +265,49 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
     return model.config._attn_implementation == "flash_attention_2"
 
 
-def padded_inputs(rollout: Rollout, rows: Tensor) -> Inputs:
-    """The responses ``rows``, each after its prompt, padded on the right; no token is predicted from the last one."""
-    input_ids, is_response = _padded(rollout, rows)
-    row, column = is_response.nonzero(as_tuple=True)
-    return Inputs(input_ids[:, :-1], None, row, column - 1)
+def padded_inputs(rollout: Rollout, part: MicroBatch) -> Inputs:
+    """The responses ``part``, each after its prompt, padded on the right; no token is predicted from the last one."""
+    row, offset = _sequences(rollout.lengths[part.rows], part.num_tokens)
+    return Inputs(_padded(rollout, part)[:, :-1], row, rollout.prompt_lengths[part.rows][row] + offset - 1)
 
 
-def packed_inputs(padded: Inputs, lengths: Tensor) -> Inputs:
-    """Lay right-padded sequences of ``lengths`` [R] end to end in one row, positions starting anew at each.
+def packed_inputs(padded: Inputs, lengths: Tensor, total: int) -> Inputs:
+    """Lay right-padded sequences of ``lengths`` [R], ``total`` tokens, end to end in one row.
+
+    Positions start anew at each. Flash attention also gets the bounds, which it would else look for in every layer.
 
     Example:
-        >>> padded = Inputs(torch.tensor([[5, 6, 7], [8, 9, 0]]), None, torch.tensor([0, 1]), torch.tensor([2, 1]))
-        >>> packed = packed_inputs(padded, torch.tensor([3, 2]))
-        >>> packed.input_ids.tolist(), packed.position_ids.tolist(), packed.column.tolist()
+        >>> padded = Inputs(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([0, 1]), torch.tensor([2, 1]))
+        >>> packed = packed_inputs(padded, torch.tensor([3, 2]), 5)
+        >>> packed.input_ids.tolist(), packed.packing["position_ids"].tolist(), packed.column.tolist()
         ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]], [2, 4])
     """
-    offsets = torch.arange(padded.input_ids.shape[1], device=lengths.device)
-    is_token = offsets < lengths[:, None]
-    position_ids = offsets.expand_as(is_token)[is_token]
-    starts = lengths.cumsum(0) - lengths
-    column = starts[padded.row] + padded.column
-    return Inputs(padded.input_ids[is_token][None], position_ids[None], torch.zeros_like(column), column)
+    row, offset = _sequences(lengths, total)
+    cu_seqlens, width = bounds(lengths), padded.input_ids.shape[1]
+    column = cu_seqlens[padded.row] + padded.column
+    packing = {
+        "position_ids": offset[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens.int()),
+        **dict.fromkeys(("max_length_q", "max_length_k"), width),
+    }
+    return Inputs(padded.input_ids[row, offset][None], torch.zeros_like(column), column, packing)
 
 
-def _padded(rollout: Rollout, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts and responses as right-padded rows, [R, T] int64, and where the responses are, [R, T] bool."""
-    prompt_lengths, lengths = rollout.prompt_lengths[rows, None], sequence_lengths(rollout, rows)[:, None]
-    if bool((prompt_lengths < 1).any()):
-        raise ValueError(f"every prompt must have at least 1 token; got lengths {prompt_lengths.flatten().tolist()}")
-    columns = torch.arange(int(lengths.max()), device=rows.device)
-    is_prompt, is_token = columns < prompt_lengths, columns < lengths
-    input_ids = rollout.token_ids.new_zeros(is_token.shape)
-    input_ids[is_prompt] = rollout.prompt_ids[token_indices(rollout.prompt_cu_seqlens, rows)]
-    input_ids[is_token & ~is_prompt] = rollout.token_ids[token_indices(rollout.cu_seqlens, rows)]
-    return input_ids, is_token & ~is_prompt
+def _padded(rollout: Rollout, part: MicroBatch) -> Tensor:
+    """Prompts and responses as right-padded rows, [r, width] int64."""
+    rows = part.rows[:, None]
+    column = torch.arange(part.width, device=rows.device)
+    offset = column - rollout.prompt_lengths[rows]
+    is_prompt, is_response = offset < 0, (offset >= 0) & (offset < rollout.lengths[rows])
+    prompt = rollout.prompt_ids[torch.where(is_prompt, rollout.prompt_cu_seqlens[rows] + column, 0)]
+    response = rollout.token_ids[torch.where(is_response, rollout.cu_seqlens[rows] + offset, 0)]
+    return torch.where(is_prompt, prompt, response * is_response)
+
+
+def _sequences(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """For each of the ``total`` tokens of sequences laid end to end: its sequence, and its position there."""
+    row = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=total)
+    return row, torch.arange(total, device=lengths.device) - bounds(lengths)[row]
 
 
 def _values(critic: PreTrainedModel, features: Tensor) -> Tensor:
