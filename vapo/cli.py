@@ -34,7 +34,7 @@ USAGE = """usage: vapo COMMAND [options]
 RESUMABLE = (
     *("steps", "eval_every", "eval_problems", "eval_samples", "eval_top_p", "logged_samples", "trackers"),
     *("checkpoint_every", "keep_checkpoints", "device", "threads", "micro_batch_tokens", "rollout_batch_size"),
-    *("gradient_checkpointing", "shard_ranks", "reward_timeout", "max_skipped_steps"),
+    *("gradient_checkpointing", "reduce_gradients", "shard_ranks", "reward_timeout", "max_skipped_steps"),
 )
 
 # Settings of `vapo evaluate`; their options lose the prefix eval_.

@@ -116,6 +116,9 @@ class Config:
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
     """Most tokens in a forward pass, padding included; affects memory and speed, and results by rounding only. "auto":
     what fits into a GPU's free memory, 16,384 on a CPU."""
+    reduce_gradients: Literal["micro_batch", "mini_batch"] = "micro_batch"
+    """When ranks sum their gradients: after each "micro_batch", or once a "mini_batch", for which each rank holds whole
+    float32 gradients, 4 bytes a parameter. Affects memory and speed, and results by rounding only."""
 
     # The seven parts of VAPO.
     value_pretraining: bool = True

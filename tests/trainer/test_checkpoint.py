@@ -275,3 +275,12 @@ def test_rejects_bad_input(tmp_path: Path) -> None:
     for call in (read_state, lambda folder: load_checkpoint(folder, models=models, optimizers={})):
         with pytest.raises(ValueError, match=r"checkpoint must be a folder with a complete state\.json"):
             call(tmp_path)
+
+
+def test_what_is_fused_stays_that_of_the_loading_run(tmp_path):
+    models, optimizers = learners(0, steps=1)
+    save(tmp_path, models, optimizers)
+    optimizers["policy"].param_groups[0] |= {"fused": True, "lr": 0.5}
+    load_checkpoint(latest_checkpoint(tmp_path), models=models, optimizers=optimizers)
+    group = optimizers["policy"].param_groups[0]
+    assert group["fused"] is True and group["lr"] == 0.01

@@ -238,6 +238,7 @@ CHANGES = {
     "rollout_batch_size": 8,
     "gradient_checkpointing": True,
     "shard_ranks": 2,
+    "reduce_gradients": "mini_batch",
 }
 
 

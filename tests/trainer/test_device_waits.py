@@ -16,7 +16,8 @@ from vapo.config import Config
 from vapo.learning.update import MiniBatch, accumulate_policy_loss, accumulate_value_loss, count_tokens
 from vapo.models import forward
 from vapo.models.forward import all_rows, final_values, micro_batches, rollout_logprobs, rollout_values
-from vapo.models.load import critic_from_policy, plain_head
+from vapo.models.load import critic_from_policy
+from vapo.models.output_head import plain_head
 
 SETTINGS = {"token_level_loss": False, "kl_weight": 0.1, "entropy_weight": 0.1, "value_clip": 0.2}
 

@@ -244,7 +244,7 @@ def test_a_rank_with_fewer_micro_batches_repeats_a_response_that_is_not_its_own(
         calls.append((part.rows.tolist(), is_own))
         return model, args
 
-    found = list(over_micro_batches("model", body, rollout, rows, 20, 1, 2))
+    found = list(over_micro_batches("model", body, rollout, rows, Config(micro_batch_tokens=20), 1, 2))
     assert calls == expected == [(part.rows.tolist(), is_own) for part, is_own, _ in found]
     assert all(out == ("model", (1, 2)) for *_, out in found)
     # What is not its own changes no result.

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vectors import weights
 
-from vapo.learning.learner import choose_device, make_generators, seed_for
+from vapo.learning.learner import adamw, choose_device, make_generators, seed_for
 from vapo.models.load import load_critic, value_head
 from vapo.types import PHASES
 
@@ -202,3 +202,10 @@ def test_device_is_checked(small_config, monkeypatch):
         chosen("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert (chosen("auto"), chosen("cpu"), chosen("cuda")) == ("cuda", "cpu", "cuda")
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cpu", None), ("cuda", True)])
+def test_adamw_is_fused_on_a_gpu(policy, device, fused):
+    model = SimpleNamespace(device=torch.device(device), parameters=policy.parameters)
+    (group,) = adamw(model, lr=0.1, betas=(0.9, 0.98)).param_groups
+    assert (group["fused"], group["lr"], group["betas"]) == (fused, 0.1, (0.9, 0.98))

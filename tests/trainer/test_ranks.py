@@ -16,6 +16,7 @@ import torch
 from ranks import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import LIVELY, assert_lively, assert_same_result, lines_without_times, make_lively, options
 from transformers import AutoModelForCausalLM
 
@@ -66,6 +67,7 @@ CASES = {
     "grpo": PRESETS["grpo"] | {"kl_weight": 0.1, "truncated": "mask"},
     "dapo": PRESETS["dapo"] | {"overlong_buffer": 3, "dynamic_sampling": False},
     "epochs": {"actor_epochs": 2, "critic_epochs": 3},
+    "one reduction": {"reduce_gradients": "mini_batch"},
 }
 
 
@@ -214,6 +216,35 @@ def test_the_compared_steps_are_not_empty(in_one_process):
     assert in_one_process["ppo"]["actor/kl"] > 0 and in_one_process["ppo"]["critic/kl_penalty"] != 0
     assert in_one_process["vapo"]["critic/vf_explained_var"] not in (0.0, 1.0)
     assert 0 < in_one_process["evaluation"]["val/response_length"] <= 6
+
+
+class ReduceScatters(TorchDispatchMode):
+    """Counts a rank's reduce-scatters, of which a sharded module has one for each reduction of its gradient."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def reductions() -> dict[str, int]:
+    """Reduce-scatters of the gradients of one mini-batch of four micro-batches, for both models."""
+    make_lively(pytest.MonkeyPatch())
+    vapo.learning.step.collect = share_of_fixed_groups
+    found = {}
+    for when in ("micro_batch", "mini_batch"):
+        config = Config(**SETTINGS | {"reduce_gradients": when, "micro_batch_tokens": 1})
+        learner = learner_in("vapo", config)
+        with ReduceScatters() as seen:
+            gradients(learner, config)
+        found[when] = seen.count
+    return found
+
+
+def test_gradients_are_reduced_once_a_mini_batch_if_wanted():
+    for found in run_on_ranks(2, reductions):
+        assert found["mini_batch"] > 0 and found["micro_batch"] == 4 * found["mini_batch"]
 
 
 def runs_on_ranks(folder: Path) -> None:

@@ -10,7 +10,7 @@ from vectors import weights
 
 import vapo.learning.step
 from vapo.learning.samples import evenly_spread, response_records, skipped_responses
-from vapo.learning.step import batch_metrics, mismatch_metrics, small_lambda_warning, update_models, vapo_step
+from vapo.learning.step import batch_metrics, mismatch_metrics, small_lambda_warning, timed, update_models, vapo_step
 from vapo.models.load import value_head
 
 STEP_METRICS = {
@@ -304,3 +304,14 @@ def test_the_warning_names_its_cause(small_config):
         ),
     ):
         assert cause in small_lambda_warning(replace(small_config, **changes))
+
+
+@pytest.mark.parametrize(("on_gpu", "seconds"), [(True, 3.0), (False, 1.0)])
+def test_a_clock_is_read_after_the_gpu_has_finished(monkeypatch, on_gpu, seconds):
+    now, metrics = [10.0], {}
+    monkeypatch.setattr(vapo.learning.step.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 2.0))
+    with timed(metrics, "gen"):
+        now[0] += 1.0
+    assert metrics == {"timing_s/gen": seconds}

@@ -102,7 +102,7 @@ def accumulate_policy_loss(policy: PreTrainedModel, batch: Batch, mini_batch: Mi
     """
     rows, counts = mini_batch
     totals = torch.zeros(len(_POLICY_METRICS), device=policy.device)
-    args = (config.used_micro_batch_tokens, batch, counts, config)
+    args = (config, batch, counts, config)
     for _, _, out in over_micro_batches(policy, _policy_loss, batch.rollout, rows, *args):
         out.loss.backward()  # Eq. 17
         terms = (out.policy, out.positive_nll, out.kl, out.entropy, out.approx_kl, out.clip_fraction, out.loss)
@@ -193,7 +193,7 @@ def accumulate_value_loss(
     """Add the gradient of Eq. 10 over a mini-batch to the parameters; returns [2] float32: loss and clip fraction."""
     rows, (num_tokens, *_) = mini_batch
     totals = torch.zeros(2, device=critic.device)
-    args = (config.used_micro_batch_tokens, batch, num_tokens, value_clip)
+    args = (config, batch, num_tokens, value_clip)
     for _, _, out in over_micro_batches(critic, _value_loss, batch.rollout, rows, *args):
         out.loss.backward()  # Eq. 10
         totals += torch.stack((out.loss, out.clip_fraction)).detach()

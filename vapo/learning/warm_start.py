@@ -80,7 +80,7 @@ def imitation_step(
     """Take one step on the mean of −log π over all tokens of the demonstrations; returns that mean in its metrics."""
     num_tokens = sum_over_ranks(demonstrations.lengths.sum())
     total = torch.zeros((), device=policy.device)
-    args = (demonstrations, all_rows(demonstrations), config.used_micro_batch_tokens, demonstrations)
+    args = (demonstrations, all_rows(demonstrations), config, demonstrations)
     for _, is_own, nll in over_micro_batches(policy, _negative_log_likelihood, *args):
         loss = nll * is_own / num_tokens
         loss.backward()

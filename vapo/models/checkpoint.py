@@ -131,6 +131,8 @@ def load_checkpoint(checkpoint: Path, *, models: Mapping[str, nn.Module], optimi
         set_model_state_dict(model, weights[name])
     for name, optimizer in optimizers.items():
         for group, stored in zip(optimizer.param_groups, groups[name], strict=True):
+            # What is fused depends on this run's device.
+            stored = {key: value for key, value in stored.items() if key != "fused"}
             # JSON has no tuples.
             group |= {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
 

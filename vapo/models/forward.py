@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from vapo.config import Config
 from vapo.models.load import value_head
 from vapo.models.output_head import plain_head
-from vapo.models.sharding import inside, max_over_ranks
+from vapo.models.sharding import inside, max_over_ranks, set_gradient_reduction
 from vapo.types import Rollout, bounds, token_indices
 from vapo_kernels import linear_token_logprobs, token_logprobs
 
@@ -49,7 +49,7 @@ class MicroBatch:
 
 
 def over_micro_batches(
-    model: PreTrainedModel, body: Callable[..., T], rollout: Rollout, rows: Tensor, max_tokens: int, *args: Any
+    model: PreTrainedModel, body: Callable[..., T], rollout: Rollout, rows: Tensor, config: Config, *args: Any
 ) -> Iterator[tuple[MicroBatch, bool, T]]:
     """Call ``body(model, part, is_own, *args)`` on one micro-batch of responses after the other, inside the forward.
 
@@ -61,19 +61,20 @@ def over_micro_batches(
         body: What is computed of a micro-batch.
         rollout: The responses.
         rows: [R] int64. Which responses.
-        max_tokens: Most tokens of a micro-batch, as in :func:`micro_batches`.
+        config: The size of micro-batches, and when gradients are summed over ranks.
         *args: Handed over to ``body``.
 
     Yields:
         The micro-batch, ``is_own`` and what ``body`` returned. Call backward on it before the next one.
     """
-    parts = micro_batches(rollout, rows, max_tokens)
+    parts = micro_batches(rollout, rows, config.used_micro_batch_tokens)
     # Asked before the first one: a rank that asks after its last would wait for others that wait for it.
     num_calls = max_over_ranks(len(parts))
     repeated = [] if len(parts) == num_calls else [micro_batch(rollout, all_rows(rollout)[:1])]
     for number in range(num_calls):
         is_own = number < len(parts)
         part = parts[number] if is_own else repeated[0]
+        set_gradient_reduction(model, config.reduce_gradients == "micro_batch" or number == num_calls - 1)
         yield part, is_own, inside(model, body, part, is_own, *args)
 
 
@@ -167,7 +168,7 @@ def _results(
     def body(model: PreTrainedModel, part: MicroBatch, is_own: bool) -> Tensor:
         return read(model, rollout, part)
 
-    for part, is_own, found in over_micro_batches(model, body, rollout, rows, config.used_micro_batch_tokens):
+    for part, is_own, found in over_micro_batches(model, body, rollout, rows, config):
         if is_own:
             results[tokens_of(rollout, part) if per_token else part.rows] = found
     return results

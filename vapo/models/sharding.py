@@ -204,6 +204,12 @@ def inside(model: nn.Module, body: Callable[..., T], *args: Any) -> T:
     return out
 
 
+def set_gradient_reduction(model: nn.Module, reduce: bool) -> None:
+    """Say whether backward passes sum gradients over ranks, or only add to whole ones on each rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduce)
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Keep all parameters whole on every rank, in the compute dtype, for sampling.
