@@ -32,6 +32,7 @@ ACTIVATIONS = 68 * 96 * 2 * 2048
         ({"name": "ppo"}, 1, "vapo", [16 * TINY, 16 * CRITIC, 4 * TINY, ACTIVATIONS]),
         ({}, 4, "vapo", [4 * TINY, 4 * CRITIC, 4 * TINY, ACTIVATIONS]),
         ({"shard_ranks": 2}, 4, "vapo", [8 * TINY, 8 * CRITIC, 4 * TINY, ACTIVATIONS]),
+        ({"reduce_gradients": "mini_batch"}, 2, "vapo", [8 * TINY, 8 * CRITIC, 4 * TINY, 4 * CRITIC + ACTIVATIONS]),
         ({"dtype": "bfloat16"}, 1, "vapo", [16 * TINY, 16 * CRITIC, 2 * TINY, ACTIVATIONS // 2]),
         ({"name": "dapo", "dtype": "bfloat16"}, 2, "vapo", [8 * TINY, 2 * TINY, ACTIVATIONS // 2]),
         # The warm start trains the policy; without one it stays as it is until RL.

@@ -81,7 +81,7 @@ def memory_of(
 
     Let P be the parameters of a model and N the ranks that share them, ``shard_ranks`` if it is given. A model that
     trains takes 16 P / N bytes and a frozen one 4 P / N; the whole policy while sampling takes w P, where w is the
-    bytes of the dtype. Activations are those of :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits
+    bytes of the dtype; a gradient that is reduced once a mini-batch 4 P. Activations are those of :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits
     are never whole.
 
     Args:
@@ -115,11 +115,14 @@ def memory_of(
         parts.append(Part(f"while sampling: vLLM's weights, {config.dtype}", width * size))
     elif config.needs_group or ranks > 1:
         parts.append(Part(f"while sampling: the whole policy, {config.dtype}", width * size))
+    model = max((each for each in (policy, critic) if each is not None), key=num_parameters)
+    is_whole = config.reduce_gradients == "mini_batch" and ranks > 1
+    updating = {"the whole gradient, float32": 4 * num_parameters(model)} if is_whole else {}
     if config.micro_batch_tokens != "auto" or config.device == "cpu":
-        model = max((each for each in (policy, critic) if each is not None), key=num_parameters)
         tokens = config.used_micro_batch_tokens
-        text = f"while updating: activations of {tokens:,} tokens, roughly"
-        parts.append(Part(text, activation_bytes(model.config, config) * tokens))
+        updating[f"activations of {tokens:,} tokens, roughly"] = activation_bytes(model.config, config) * tokens
+    if updating:
+        parts.append(Part(f"while updating: {', '.join(updating)}", sum(updating.values())))
     return parts
 
 
