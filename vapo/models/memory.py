@@ -81,8 +81,8 @@ def memory_of(
 
     Let P be the parameters of a model and N the ranks that share them, ``shard_ranks`` if it is given. A model that
     trains takes 16 P / N bytes and a frozen one 4 P / N; the whole policy while sampling takes w P, where w is the
-    bytes of the dtype; a gradient that is reduced once a mini-batch 4 P. Activations are those of :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits
-    are never whole.
+    bytes of the dtype; a gradient that is reduced once a mini-batch takes 4 P. Activations are those of
+    :func:`vapo.models.auto.activation_bytes` for one micro-batch. Logits are never whole.
 
     Args:
         config: The settings, without "auto" but for ``micro_batch_tokens``.
