@@ -154,7 +154,7 @@ def _our_steps(config, sizes: Sizes) -> dict[str, float]:
     task = load_task(config.task, split="train", reward=config.reward, reward_timeout=config.reward_timeout)
     with distributed(torch.device("cpu"), config.needs_group) as device, contextlib.ExitStack() as at_end:
         learner = make_learner(config, task, device)
-        at_end.callback(learner.close)
+        at_end.callback(learner.sampling.close)
         learner.begin("vapo", config)
         for step in range(1, config.steps + 1):
             if step == WARM_UP + 1:

@@ -32,7 +32,7 @@ from vapo.models.auto import micro_batch_tokens, resolve_auto
 from vapo.models.checkpoint import latest_checkpoint
 from vapo.models.memory import Part, memory_of, models_without_weights
 from vapo.models.output_head import plain_head
-from vapo.models.sharding import distributed, rank, world_size
+from vapo.models.sharding import check_shard_ranks, distributed, rank, world_size
 from vapo.record.run_log import RunLog
 from vapo.record.trackers import check_trackers, open_trackers
 from vapo.rollout.collect import check_prompts
@@ -81,7 +81,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, last_phase: str
         task, held_out = load_tasks(config)
         check_shares(config, held_out, world_size())
         learner = make_learner(config, task, device)
-        at_end.callback(learner.close)
+        at_end.callback(learner.sampling.close)
         if config.micro_batch_tokens == "auto" and device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(device)
             tokens = micro_batch_tokens(learner.policy.config, config, free_bytes)
@@ -136,8 +136,7 @@ def check_run(config: Config, *, ranks: int, last_phase: str = "vapo") -> list[P
     check_engine(config, device)
     if config.engine == "vllm" and not find_spec("vllm"):
         raise ValueError("engine 'vllm' needs the extra vllm: pip install 'vapo[vllm]'")
-    if config.shard_ranks and ranks % config.shard_ranks:
-        raise ValueError(f"shard_ranks must divide the number of ranks, {ranks}; got {config.shard_ranks}")
+    check_shard_ranks(config.shard_ranks, ranks)
     check_trackers(config.trackers)
     task, held_out = load_tasks(config)
     check_shares(config, held_out, ranks)

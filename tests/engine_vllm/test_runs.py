@@ -1,11 +1,11 @@
 """Whole runs with engine vllm, each in processes of its own: they learn, resume to the bit, and end cleanly."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+from training_runs import lines_without_times
 
 VAPO = ("-m", "vapo", "train")
 SMALL = (
@@ -27,19 +27,13 @@ def run(*arguments):
     return printed
 
 
-def lines(folder):
-    """What the run recorded, apart from times."""
-    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in each.items() if not k.startswith(("timing_s/", "perf/"))} for each in recorded]
-
-
 def test_it_learns_what_the_loop_learns(tmp_path):
     for engine in ("loop", "vllm"):
         run(*VAPO, "--engine", engine, "--out", str(tmp_path / engine))
-    loop, vllm = (lines(tmp_path / engine)[-1] for engine in ("loop", "vllm"))
+    loop, vllm = (lines_without_times(tmp_path / engine)[-1] for engine in ("loop", "vllm"))
     assert vllm["val/accuracy_sampled"] > 0.85
     assert abs(vllm["val/accuracy_sampled"] - loop["val/accuracy_sampled"]) < 0.1
-    steps = [line for line in lines(tmp_path / "vllm") if line["phase"] == "vapo" and line["step"]]
+    steps = [line for line in lines_without_times(tmp_path / "vllm") if line["phase"] == "vapo" and line["step"]]
     # Every step samples from the weights of the step before.
     assert max(line["rollout/logprob_diff/max"] for line in steps) < 5e-5
     assert max(line["rollout/k3"] for line in steps) < 1e-9
@@ -50,7 +44,7 @@ def test_two_ranks_learn(tmp_path):
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(*VAPO, "--engine", "vllm", "--threads", "1", "--out", str(tmp_path / "run")),
     )
-    last = lines(tmp_path / "run")[-1]
+    last = lines_without_times(tmp_path / "run")[-1]
     assert last["val/accuracy_sampled"] > 0.85 and last["rollout/logprob_diff/max"] < 5e-5
 
 
@@ -62,4 +56,4 @@ def test_a_resumed_run_is_the_same_run_to_the_bit(tmp_path, ranks):
     run(*launch, *VAPO, *settings, "--out", str(whole))
     run(*launch, *VAPO, *settings, "--steps", "2", "--out", str(part))
     run(*launch, *VAPO, "--resume", str(part), "--steps", "4")
-    assert lines(part) == lines(whole)
+    assert lines_without_times(part) == lines_without_times(whole)

@@ -80,7 +80,7 @@ def contents(models: dict, optimizers: dict) -> dict[str, Any]:
         found[f"{name}.groups"] = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizers[name].param_groups
         ]
-    return {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in found.items()}
+    return {key: sharding.whole(x) for key, x in found.items()}
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:

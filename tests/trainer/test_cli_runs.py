@@ -9,7 +9,7 @@ import time
 
 import pytest
 from families import tiny_model
-from training_runs import options
+from training_runs import lines_without_times, options
 
 from vapo.cli import main
 from vapo.tasks import load_task
@@ -41,17 +41,11 @@ def stopped_run(folder, settings, numbers):
     return process.returncode, errors.strip().splitlines()[-1]
 
 
-def recorded(folder):
-    """The lines of metrics.jsonl without times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines]
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_bit(tmp_path, small_settings, number, status):
     folder, settings = tmp_path / "run", small_settings | {"checkpoint_every": 100_000}
     code, said = stopped_run(folder, settings, [number])
-    step = recorded(folder)[-1]["step"]
+    step = lines_without_times(folder)[-1]["step"]
     assert (code, said) == (
         status,
         f"vapo: stopped by {number.name} after step {step} of VAPO, with a checkpoint; `vapo train --resume {folder}`"
@@ -61,7 +55,7 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_bit(tmp_path, 
     assert main(["train", "--resume", str(folder), "--steps", str(step + 2)]) == 0
     whole = ["train", "--out", str(tmp_path / "whole"), *options(settings | {"steps": step + 2})]
     assert main(whole) == 0
-    assert recorded(folder) == recorded(tmp_path / "whole")
+    assert lines_without_times(folder) == lines_without_times(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, small_settings):
@@ -71,7 +65,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, small_settings):
     code, said = stopped_run(folder, slow, [signal.SIGINT, signal.SIGTERM])
     assert code == 130
     assert said == f"vapo: interrupted; `vapo train --resume {folder}` goes on from its newest checkpoint"
-    assert recorded(folder)[-1]["phase"] == "vapo"
+    assert lines_without_times(folder)[-1]["phase"] == "vapo"
 
 
 @pytest.fixture

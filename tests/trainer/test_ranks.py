@@ -111,7 +111,7 @@ def learner_in(phase: str, config: Config) -> Learner:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return sharding.whole(tensor).detach().clone()
 
 
 def parameters_of(learner: Learner) -> dict[str, Tensor]:

@@ -72,10 +72,6 @@ def accumulate(model: PreTrainedModel, kind: str) -> None:
         sharding.inside(model, BODIES[kind], row, counts).backward()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def train(kind: str, checkpointing: bool = False, shard_ranks: int = 0) -> dict[str, Any]:
     """Two optimiser steps; the gradients of the first, the norms, and the weights after the second.
 
@@ -90,7 +86,7 @@ def train(kind: str, checkpointing: bool = False, shard_ranks: int = 0) -> dict[
     for _ in range(2):
         accumulate(model, kind)
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-        gradients = gradients or {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+        gradients = gradients or {name: sharding.whole(each.grad).clone() for name, each in model.named_parameters()}
         norms.append(sharding.clip_grad_norm(model, 0.1))
         optimizer.step()
         optimizer.zero_grad()
@@ -98,7 +94,7 @@ def train(kind: str, checkpointing: bool = False, shard_ranks: int = 0) -> dict[
     return {
         "gradients": gradients,
         "norms": norms,
-        "parameters": {name: whole(each).detach() for name, each in model.named_parameters()},
+        "parameters": {name: sharding.whole(each).detach() for name, each in model.named_parameters()},
         "weights": sharding.full_state_dict(model),
         "copies": int(sharding.sum_over_ranks(torch.tensor(held))) / model.num_parameters(),
     }
@@ -156,7 +152,7 @@ def seen_in_bfloat16() -> dict[str, Any]:
     # 257 has no exact bfloat16. Rank 1 adds a 256th, which would be lost beside rank 0's gradient in bfloat16.
     numbers = torch.full((32,), 257.0) / 256 ** sharding.rank()
     sharding.inside(model, body, token_rows()[:1], numbers).backward()
-    seen["norm"] = whole(model.base_model.norm.weight.grad)
+    seen["norm"] = sharding.whole(model.base_model.norm.weight.grad)
     seen["stored"] = {each.dtype for each in model.parameters()} | {each.grad.dtype for each in model.parameters()}
     return seen
 
@@ -210,7 +206,7 @@ def sample_unevenly() -> dict[str, Any]:
     return {
         "logits": logits,
         "collectives": (outside.count, within.count),
-        "gradients": {name: whole(each.grad) for name, each in model.named_parameters()},
+        "gradients": {name: sharding.whole(each.grad) for name, each in model.named_parameters()},
     }
 
 
@@ -328,7 +324,7 @@ def head_left_exact() -> dict[str, Any]:
         return (257.0 * values).sum()
 
     sharding.inside(model, body, token_rows()).backward()
-    seen.update(bias=whole(model.score.bias.grad), weight=whole(model.score.weight.grad))
+    seen.update(bias=sharding.whole(model.score.bias.grad), weight=sharding.whole(model.score.weight.grad))
     seen["meshes"] = {parameter.device_mesh.device_type for parameter in model.parameters()}
     return {name: each.detach() if isinstance(each, Tensor) else each for name, each in seen.items()}
 

@@ -115,10 +115,6 @@ class Learner:
         optimizers = {"policy": self.policy_optimizer, "critic": self.critic_optimizer}
         return {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
 
-    def close(self) -> None:
-        """End the sampling engine, if it is one to be ended; the last thing that a run does."""
-        self.sampling.close()
-
     def is_past(self, phase: str) -> bool:
         """Whether the run has left a phase for a later one."""
         return bool(self.phase) and _ORDER.index(self.phase) > _ORDER.index(phase)

@@ -67,7 +67,13 @@ def monte_carlo_batch(critic: PreTrainedModel, rollout: Rollout, config: Config)
     values = rollout_values(critic, rollout, config)
     truncated = "zero" if config.truncated == "bootstrap" else config.truncated
     monte_carlo = replace(
-        config, decoupled_gae=True, lam_critic=1.0, truncated=truncated, kl_reward_weight=0.0, whiten_advantages=False
+        config,
+        decoupled_gae=True,
+        lam_critic=1.0,
+        truncated=truncated,
+        kl_reward_weight=0.0,
+        whiten_advantages=False,
+        importance_cap=None,
     )
     return build_batch(rollout, monte_carlo, old_logprobs=torch.zeros_like(values), values=values)
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def load_policy(
     else:
         config = _read(AutoConfig.from_pretrained, model)
         arguments = (AutoModelForCausalLM, model, config, attention)
-        policy = (_load_empty(*arguments) if dist.is_initialized() else None) or _load(*arguments)
+        policy = _load_empty(*arguments) or _load(*arguments)
         tokenizer = read_tokenizer(model)
     check_embeddings(policy, tokenizer)
     return set_gradient_checkpointing(policy, gradient_checkpointing), tokenizer
@@ -191,12 +190,11 @@ def load_critic(source: str | Path, *, attention: str, gradient_checkpointing: b
         head = _head_name(AutoModelForTokenClassification.from_config(config))
     arguments, may_lack = (AutoModelForTokenClassification, source, config, attention), {f"{head}.bias"}
     # Reward models call their head "score" in every family.
-    is_reward_model, critic = kind.endswith("ForSequenceClassification"), None
-    if dist.is_initialized():
-        renamed = {f"{head}.weight": "score.weight", f"{head}.bias": "score.bias"} if is_reward_model else {}
-        critic = _load_empty(*arguments, renamed, may_lack)
-    if critic is None:
-        critic = _load(*arguments, {r"^score\.": f"{head}."} if is_reward_model else {}, may_lack)
+    renamed, key_mapping = {}, {}
+    if kind.endswith("ForSequenceClassification"):
+        renamed = {f"{head}.weight": "score.weight", f"{head}.bias": "score.bias"}
+        key_mapping = {r"^score\.": f"{head}."}
+    critic = _load_empty(*arguments, renamed, may_lack) or _load(*arguments, key_mapping, may_lack)
     return set_gradient_checkpointing(critic, gradient_checkpointing)
 
 
@@ -333,16 +331,21 @@ def _load_empty(
     source: str | Path,
     config: PreTrainedConfig,
     attention: str,
-    renamed: Mapping[str, str] = MappingProxyType({}),
+    renamed: Mapping[str, str] | None = None,
     may_lack: set[str] = frozenset(),
 ) -> PreTrainedModel | None:
-    """The same model without data, to be read once it is sharded; None where its files do not fit tensor by tensor."""
+    """The same model without data, to be read once it is sharded.
+
+    None without a process group, or where the files do not fit tensor by tensor.
+    """
+    if not dist.is_initialized():
+        return None
     folder = _read(weight_files, source)
     if folder is None:
         return None
     with parameters_on_meta():
         model = loader.from_config(_without_dropout(config), dtype=torch.float32, attn_implementation=attention)
-    read = reader_of(model, folder, renamed, may_lack)
+    read = reader_of(model, folder, renamed or {}, may_lack)
     if read is None:
         return None
     if (folder / "generation_config.json").is_file() and model.can_generate():

@@ -76,8 +76,7 @@ def device_mesh(device: torch.device, shard_ranks: int = 0) -> DeviceMesh | None
     Raises:
         ValueError: If ``shard_ranks`` does not divide the number of ranks.
     """
-    if shard_ranks and world_size() % shard_ranks:
-        raise ValueError(f"shard_ranks must divide the number of ranks, {world_size()}; got {shard_ranks}")
+    check_shard_ranks(shard_ranks, world_size())
     if not dist.is_initialized():
         return None
     if shard_ranks in (0, world_size()):
@@ -85,6 +84,16 @@ def device_mesh(device: torch.device, shard_ranks: int = 0) -> DeviceMesh | None
     return init_device_mesh(
         device.type, (world_size() // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard")
     )
+
+
+def check_shard_ranks(shard_ranks: int, ranks: int) -> None:
+    """Refuse rows that leave ranks over.
+
+    Raises:
+        ValueError: If ``shard_ranks``, where it is not 0, does not divide the number of ranks.
+    """
+    if shard_ranks and ranks % shard_ranks:
+        raise ValueError(f"shard_ranks must divide the number of ranks, {ranks}; got {shard_ranks}")
 
 
 def shard(
@@ -237,7 +246,22 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale the gradient so that its norm over all ranks is at most ``max_norm``; return the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    return whole(norm).item()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor in one piece, which is collective; any other as it is.
+
+    Example:
+        >>> whole(torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def architecture(model: nn.Module) -> str:
+    """Name of a model's class; FSDP2 makes one of its own of it."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from vapo.models.sharding import full_state_dict, rank
+from vapo.models.sharding import architecture, full_state_dict, rank, whole
 
 
 @contextmanager
@@ -107,14 +107,13 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_size: str | int = 
     if is_writer:
         failure = _attempt(lambda: _write_configs(model, folder, split), failure)
     for file, names in split.filename_to_tensors.items():
-        whole = {}
+        content = {}
         for name in names:
-            tensor = tensors[name]
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            tensor = whole(tensors[name])
             if is_writer and failure is None:
-                whole[name] = tensor.cpu().contiguous()
+                content[name] = tensor.cpu().contiguous()
         if is_writer:
-            failure = _attempt(lambda: save_file(whole, folder / file, {"format": "pt"}), failure)  # noqa: B023
+            failure = _attempt(lambda: save_file(content, folder / file, {"format": "pt"}), failure)  # noqa: B023
     if failure is not None:
         raise failure
 
@@ -133,8 +132,7 @@ def _write_configs(model: PreTrainedModel, folder: Path, split) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
-    # The class that FSDP2 makes of the model's own has another name.
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.architectures = [architecture(model)]
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

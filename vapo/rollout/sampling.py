@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -75,7 +75,7 @@ class Sampling:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
 
     def close(self) -> None:
-        """End the engine, if it is one to be ended."""
+        """End the engine, if it is one to be ended; the last thing that a run does."""
         if self.vllm is not None:
             self.vllm.close()
 
@@ -112,11 +112,9 @@ def with_engine(sampling: Sampling, policy: PreTrainedModel, config: Config) -> 
     return replace(sampling, vllm=engine)
 
 
-@contextmanager
-def ready_to_sample(policy: PreTrainedModel, sampling: Sampling) -> Iterator[None]:
+def ready_to_sample(policy: PreTrainedModel, sampling: Sampling) -> AbstractContextManager[None]:
     """Have the policy's present weights whole where the engine reads them, for the block. Collective on entry."""
-    with gathered(policy) if sampling.vllm is None else sampling.vllm.loaded(policy):
-        yield
+    return gathered(policy) if sampling.vllm is None else sampling.vllm.loaded(policy)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vapo.models.sharding import world_size
+from vapo.models.sharding import architecture, whole, world_size
 from vapo.models.weights import keeps_names
 from vapo.types import Response
 
@@ -27,8 +27,8 @@ CPU_CACHE_BYTES = 2**30
 class VllmEngine:
     """An engine of this rank, which samples this rank's responses.
 
-    It asks for an environment of its own only where none is set: no second process, so that weights are handed over
-    in memory, and no threads bound to cores, which would bind the trainer's too.
+    It has no process of its own, so that weights are handed over in memory, and unless the environment says otherwise
+    binds no threads to cores, which would bind the trainer's too.
 
     Args:
         policy: Whose architecture the engine takes; its weights come with each :meth:`loaded`.
@@ -41,11 +41,9 @@ class VllmEngine:
     """
 
     def __init__(self, policy: PreTrainedModel, *, dtype: str, memory: float, max_responses: int) -> None:
-        architecture = type(policy).__name__.removeprefix("FSDP")
+        name = architecture(policy)
         if not keeps_names(policy):
-            raise ValueError(
-                f"engine must be loop or transformers for {architecture}, whose weights vLLM names otherwise"
-            )
+            raise ValueError(f"engine must be loop or transformers for {name}, whose weights vLLM names otherwise")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -60,7 +58,7 @@ class VllmEngine:
         # vLLM's own start draws from the global generator.
         with tempfile.TemporaryDirectory() as folder, _separate_generators(self.device, 0):
             config = copy.deepcopy(policy.config)
-            config.architectures = [architecture]
+            config.architectures = [name]
             config.save_pretrained(folder)
             try:
                 self.llm = LLM(
@@ -80,7 +78,7 @@ class VllmEngine:
                 )
             except (ValueError, NotImplementedError) as error:
                 reason = str(error).strip().replace("\n", " ")
-                raise ValueError(f"engine must be one that runs {architecture}; vllm says: {reason}") from error
+                raise ValueError(f"engine must be one that runs {name}; vllm says: {reason}") from error
         self._sleep()
 
     @contextmanager
@@ -140,8 +138,7 @@ class VllmEngine:
     def _weights(self, policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every weight, one at a time; tied ones under both names, since vLLM copies each."""
         for name, tensor in policy.state_dict().items():
-            tensor = tensor.to(self.dtype)
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, whole(tensor.to(self.dtype))
 
 
 @contextmanager
